@@ -383,8 +383,10 @@ def _add_serve(sub: Parser) -> None:
 def _add_ray(sub: Parser, videos: str) -> None:
     what = f"make {videos} on a Ray cluster; local: one on this machine (docs/cluster.md)"
     rarely(sub.add_argument("--ray", metavar="ADDRESS", help=what))
-    what = "resources of a worker, such as CPU=8,GPU=1; default: a GPU, all TPU chips of a host, or all of its cores"
+    what = "what a worker takes of a host, such as CPU=8,GPU=1; default: a GPU, or all TPU chips, or all cores"
     rarely(sub.add_argument("--ray-worker", metavar="NAME=AMOUNT,...", help=what))
+    what = "hosts that make a video together; default: those of a TPU slice, else one"
+    rarely(sub.add_argument("--hosts-per-worker", type=int, metavar="N", help=what))
 
 
 def _add_convert(sub: argparse.ArgumentParser) -> None:

@@ -22,6 +22,7 @@ from cogvideox_flax.generate.run import Run
 from cogvideox_flax.io.atomic import atomic_write
 from cogvideox_flax.runtime.terminal import say
 from cogvideox_flax.serve import cluster
+from cogvideox_flax.serve.group import worker_size
 
 ONE_FILE = (".mp4", ".webm", ".gif", ".webp", ".npz")
 """Suffixes of videos that are one file, which a worker sends."""
@@ -31,7 +32,7 @@ def check_ray(args: argparse.Namespace, out: Path) -> None:
     """Refuse what a cluster does not do.
 
     Raises:
-        InputError: options of one process, an output of several files, or resources that are none.
+        InputError: options of one process, or an output of several files.
     """
     alone = ("batch", "preview", "profile", "coordinator", "num_processes")
     if given := [f"--{name.replace('_', '-')}" for name in alone if getattr(args, name, None) is not None]:
@@ -40,7 +41,6 @@ def check_ray(args: argparse.Namespace, out: Path) -> None:
         raise InputError("--distributed joins hosts to one run, --ray gives each worker runs of its own; choose one")
     if out.suffix and out.suffix.lower() not in ONE_FILE:
         raise InputError(f"workers of a cluster send a video as one file; expected one of {', '.join(ONE_FILE)}")
-    cluster.resources(args.ray_worker)
 
 
 def make_on_cluster(
@@ -92,9 +92,9 @@ def make_on_cluster(
         queue.refuse(lines[job.name], InputError(reason))
         tell(job, " cannot be made")
 
-    needs, results = cluster.resources(args.ray_worker), sys.stdout
+    size, results = worker_size(args.ray, args.ray_worker, args.hosts_per_worker), sys.stdout
     with redirect_stdout(sys.stderr):  # Ray prints there what it has to say of lost workers
-        cluster.make_on_cluster(args.ray, jobs, opened, needs, folder.absolute(), made, refused)
+        cluster.make_on_cluster(args.ray, jobs, opened, size, folder.absolute(), made, refused)
 
 
 def _absolute(fields: Mapping[str, Any]) -> dict[str, Any]:

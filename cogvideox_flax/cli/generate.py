@@ -68,10 +68,12 @@ from cogvideox_flax.generate.store import (
 from cogvideox_flax.io.paths import check_name, item_paths
 from cogvideox_flax.runtime.multihost import hosts
 from cogvideox_flax.runtime.terminal import duration_text, say
+from cogvideox_flax.serve.group import worker_size
 
 
 def generate(args: argparse.Namespace) -> None:
     """Make videos of the prompts, in stages that an interrupted run continues from; or one of each line of a file."""
+    worker_size(args.ray, args.ray_worker, args.hosts_per_worker)
     if args.prompt_file is not None:
         _generate_queue(args, Path("video.mp4") if args.out is None else args.out)
         return

@@ -20,7 +20,7 @@ from cogvideox_flax.generate.jobs import JobFolder
 from cogvideox_flax.io.atomic import write_text
 from cogvideox_flax.io.paths import read_text
 from cogvideox_flax.runtime.terminal import say
-from cogvideox_flax.serve.cluster import resources
+from cogvideox_flax.serve.group import worker_size
 from cogvideox_flax.serve.maker import ServedModel
 from cogvideox_flax.serve.worker import Home, ThisProcess, Worker
 
@@ -116,13 +116,12 @@ def _models(args: argparse.Namespace) -> list[ServedModel]:
 
 def _home(args: argparse.Namespace) -> Home:
     """Where videos are made."""
+    size = worker_size(args.ray, args.ray_worker, args.hosts_per_worker)
     if args.ray is None:
-        if args.ray_worker is not None:
-            raise InputError("--ray-worker is of --ray")
         return ThisProcess()
     from cogvideox_flax.serve.actors import Cluster
 
-    return Cluster(args.ray, resources(args.ray_worker))
+    return Cluster(args.ray, size)
 
 
 def _password(args: argparse.Namespace) -> str | None:

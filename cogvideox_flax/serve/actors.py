@@ -14,7 +14,6 @@ import threading
 import time
 import typing
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,17 +21,10 @@ from typing import Any
 from cogvideox_flax.errors import BusyError, InputError
 from cogvideox_flax.generate.jobs import JobRecord
 from cogvideox_flax.io.atomic import atomic_write
-from cogvideox_flax.serve.cluster import (
-    LOOK_EVERY_S,
-    MAX_LOST,
-    actor_options,
-    connect,
-    default_needs,
-    last_line,
-    resources_text,
-    room_for,
-)
+from cogvideox_flax.runtime.multihost import hosts
+from cogvideox_flax.serve.cluster import LOOK_EVERY_S, MAX_LOST, connect
 from cogvideox_flax.serve.fields import MEDIA_FIELDS
+from cogvideox_flax.serve.group import Group, WorkerSize, follow, free_places, join_group
 from cogvideox_flax.serve.maker import PREVIEW, STAGES, VIDEO, Maker, Making, ServedModel, Stopped
 from cogvideox_flax.serve.worker import Lost, Worker
 
@@ -53,9 +45,13 @@ FILES = {"preview": PREVIEW, "made": VIDEO}
 
 
 class Actor:
-    """A process of the cluster. JAX is imported in here alone."""
+    """A process of the cluster. JAX is imported in here alone.
 
-    def __init__(self, models: Mapping[str, ServedModel], dtypes: Mapping[str, str]):
+    group: as `join_group` takes it.
+    """
+
+    def __init__(self, models: Mapping[str, ServedModel], dtypes: Mapping[str, str], *group: Any):
+        join_group(*group)
         self.maker = Maker(models, dtypes, progress=False)
         self.maker.pipeline(next(iter(models)))
         self._stopping = ""
@@ -85,14 +81,32 @@ class Actor:
                     path.parent.mkdir()
                     path.write_bytes(content)
                     options[name] = str(path)
-                for kind, data in self.maker.make(model, options, folder, stages, lambda: self._stopping == call):
-                    yield kind, data | ({"content": (folder / FILES[kind]).read_bytes()} if kind in FILES else {})
+                for kind, data in self.maker.make(model, options, folder, stages, partial(self._is_stopped, call)):
+                    has_file = kind in FILES and hosts.is_first()
+                    yield kind, data | ({"content": (folder / FILES[kind]).read_bytes()} if has_file else {})
         except Stopped:
             yield "stopped", {}
         except BusyError as e:  # a worker that was lost may be at work there still
             yield "busy", {"reason": str(e)}
         except InputError as e:
             yield "refused", {"reason": str(e)}
+        except Exception:
+            hosts.end_if_another_failed()
+            raise
+
+    def _is_stopped(self, call: str) -> bool:
+        return hosts.stop_requested(self._stopping == call)
+
+    def follow(self, *job: Any) -> None:
+        """As `make`, on a process of the group that is not the first."""
+
+        def make() -> str | None:
+            for kind, data in self.make(*job):
+                if kind == "refused":
+                    return data["reason"]
+            return None
+
+        follow(make)
 
 
 class Cluster:
@@ -100,14 +114,14 @@ class Cluster:
 
     Args:
         address: as `ray.init` takes it; "local" starts a cluster on this machine.
-        needs: resource -> how much of it a worker takes; {}: see `cluster.default_needs`.
+        size: what a worker takes.
     """
 
     most_starts = MAX_LOST + 1
 
-    def __init__(self, address: str, needs: Mapping[str, float]):
-        self.address, self.needs = address, dict(needs)
-        self.threads: list[threading.Thread] = []
+    def __init__(self, address: str, size: WorkerSize):
+        self.address, self.size = address, size
+        self.threads: dict[threading.Thread, _Slot] = {}
         self._unopened = 0  # workers that failed to start since one did
         self._looked, self._waits = -math.inf, False
 
@@ -117,18 +131,18 @@ class Cluster:
         jax.config.update("jax_platforms", "cpu")  # the devices are the workers'
         logging.getLogger("ray._private.worker").setLevel(logging.ERROR)  # it warns that SIGTERM is the server's
         self.ray = connect(self.address)
-        self.needs = self.needs or default_needs(self.ray)
+        self.size = self.size.on(self.ray)
 
     def check(self, name: str, model: ServedModel, manifest: Manifest, dtype: str) -> None:
         pass  # the workers' devices are not known here
 
     def describe(self) -> str:
-        return f"Ray cluster at {self.address}, {resources_text(self.needs)} for each worker"
+        return f"Ray cluster at {self.address}, {self.size} for each worker"
 
     def run(self, worker: Worker) -> None:
         try:
             while not worker.stopping.is_set():
-                self.threads = [thread for thread in self.threads if thread.is_alive()]
+                self.threads = {thread: slot for thread, slot in self.threads.items() if thread.is_alive()}
                 self._start(worker)
                 worker.stopping.wait(LOOK_EVERY_S)
             end = time.monotonic() + STOP_S
@@ -146,17 +160,16 @@ class Cluster:
         waiting = sum(not job.is_over and job.model in worker.models for job in worker.jobs.all()) - len(self.threads)
         if waiting <= 0:
             return
-        nodes = [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
-        most = sum(room_for(self.needs, node) for node in nodes) - len(self.threads)
-        room = min(room_for(self.needs, self.ray.available_resources()), most)
-        if not room and not self.threads and not self._waits:
+        _, free = free_places(self.ray, self.size, [slot.group.place for slot in self.threads.values()])
+        if not free and not self.threads and not self._waits:
             self._waits = True
-            log.warning("the cluster has no free room for a worker, which takes %s", resources_text(self.needs))
-        for _ in range(min(room, waiting)):
-            options = actor_options(self.needs) | {"max_concurrency": 2}  # `stop` comes in beside `make`
-            actor = self.ray.remote(Actor).options(**options).remote(worker.models, worker.dtypes)
-            slot = _Slot(self.ray, actor, worker)
-            self.threads.append(thread := threading.Thread(target=self._use, args=[slot, worker], daemon=True))
+            log.warning("the cluster has no free room for a worker, which takes %s", self.size)
+        for place in free[:waiting]:
+            more = {"max_concurrency": 2}  # `stop` comes in beside `make`
+            group = Group(self.ray, place, self.size.needs, Actor, worker.models, worker.dtypes, **more)
+            slot = _Slot(self.ray, group, worker)
+            thread = threading.Thread(target=self._use, args=[slot, worker], daemon=True)
+            self.threads[thread] = slot
             thread.start()
 
     def _use(self, slot: _Slot, worker: Worker) -> None:
@@ -168,22 +181,21 @@ class Cluster:
                 worker.make_next(slot.make)
         except self.ray.exceptions.RayError as e:
             self._unopened += 1
-            log.warning("a worker of the cluster cannot open the model and is left out: %s", last_line(e))
+            log.warning("a worker of the cluster cannot open the model and is left out: %s", slot.group.reason(e))
         finally:
-            with suppress(self.ray.exceptions.RayError):  # it is gone
-                self.ray.kill(slot.actor, no_restart=True)
+            slot.group.kill()
 
 
 class _Slot:
     """A worker as the server sees it."""
 
-    def __init__(self, ray: Any, actor: Any, worker: Worker):
-        self.ray, self.actor, self.worker = ray, actor, worker
+    def __init__(self, ray: Any, group: Group, worker: Worker):
+        self.ray, self.group, self.worker = ray, group, worker
         self.is_alive = True
 
     def wait_until_ready(self) -> bool:
         """Wait until the model is open; False: the server stops."""
-        task = self.actor.ready.remote()
+        task = self.group.first.ready.remote()
         while not self.worker.stopping.is_set():
             if self.ray.wait([task], timeout=POLL_S)[0]:
                 self.ray.get(task)
@@ -198,13 +210,12 @@ class _Slot:
         """
         media = {name: _read(job.options[name]) for name in MEDIA_FIELDS.values() & job.options.keys()}
         try:
-            self.ray.get(self.actor.ready.remote())
+            self.ray.get(self.group.first.ready.remote())
         except self.ray.exceptions.RayError as e:  # it was lost while it had nothing to do
             self.is_alive = False
             raise Stopped from e
         path, call = partial(self.worker.jobs.path, job.id), secrets.token_hex(8)
-        made = self.actor.make.options(num_returns="streaming")
-        told = made.remote(call, job.model, job.options, media, path(STAGES))
+        told = self.group.make(call, job.model, job.options, media, path(STAGES), num_returns="streaming")
         try:
             for kind, data in self._messages(job, told, call, is_stopped):
                 if kind in FILES:
@@ -212,14 +223,14 @@ class _Slot:
                         partial_file.write_bytes(data.pop("content"))
                 yield kind, data
         finally:  # also where a file cannot be written here
-            self.actor.stop.remote(call)
+            self.group.first.stop.remote(call)
 
     def _messages(self, job: JobRecord, told: Any, call: str, is_stopped: Callable[[], bool]) -> Making:
         """What a worker sends of a job; raises what was no success."""
         errors = self.ray.exceptions
         while True:
             if is_stopped():
-                self.actor.stop.remote(call)
+                self.group.first.stop.remote(call)
             try:
                 if not self.ray.wait([told], timeout=POLL_S)[0]:
                     continue
@@ -227,11 +238,14 @@ class _Slot:
             except StopIteration:
                 return
             except errors.RayError as e:
-                if isinstance(e, errors.RayTaskError):  # a fault of the program, with this job
+                is_fault = isinstance(e, errors.RayTaskError)  # of the program, with this job
+                self.is_alive = is_fault and not self.group.others
+                if is_fault:
                     raise e.cause from e
-                self.is_alive = False
-                log.warning("a worker was lost while it made %s: %s", job.id, last_line(e))
+                log.warning("a worker was lost while it made %s: %s", job.id, self.group.reason(e))
                 raise Lost from e
+            if kind in ("busy", "refused"):  # other processes may be at work still, and wait for process 0
+                self.is_alive = not self.group.others
             match kind:
                 case "stopped":
                     raise Stopped

@@ -14,12 +14,14 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from cogvideox_flax.errors import BusyError, InputError, install_extra
+from cogvideox_flax.runtime.multihost import hosts
+from cogvideox_flax.serve.group import Group, WorkerSize, follow, free_places, join_group, resources_text
+from cogvideox_flax.serve.maker import open_pipeline
 
 log = logging.getLogger(__name__)
 
@@ -83,16 +85,17 @@ class Busy(str):
 
 
 class Worker:
-    """A process of the cluster. JAX is imported in here alone."""
+    """A process of the cluster. JAX is imported in here alone.
 
-    def __init__(self, model: ClusterModel):
-        from cogvideox_flax.generate.pipeline import Pipeline
+    group: as `join_group` takes it.
+    """
+
+    def __init__(self, model: ClusterModel, *group: Any):
+        join_group(*group)
         from cogvideox_flax.generate.recipe import short_fingerprints
-        from cogvideox_flax.sharding import make_mesh, parse_mesh
 
         self.model = model
-        mesh = None if model.mesh is None else make_mesh(*parse_mesh(model.mesh))
-        self.pipe = Pipeline.from_pretrained(model.where, model.dtype, mesh, **model.which, progress=False)
+        self.pipe = open_pipeline(model.where, model.dtype, model.mesh, progress=False, **model.which)
         own = short_fingerprints(self.pipe.fingerprints())
         if own != model.checkpoint:
             other = " and ".join(part for part in own if own[part] != model.checkpoint.get(part))
@@ -125,18 +128,30 @@ class Worker:
                 path = Path(temporary) / f"video{suffix}"
                 events = in_own_settings(generate(pipe, run, store, stages, keep=pipe.fits_at_once()))
                 (recipe,) = save_videos(events, run, [path], latents=is_latents, timed=True)
-                return path.read_bytes(), recipe
+                return path.read_bytes() if hosts.is_first() else b"", recipe
         except BusyError as e:
             return Busy(e)
         except InputError as e:  # of this video, wherever it is made
             return str(e)
+        except Exception:
+            hosts.end_if_another_failed()
+            raise
+
+    def follow(self, *job: Any) -> None:
+        """As `make`, on a process of the group that is not the first."""
+
+        def make() -> str | None:
+            made = self.make(*job)
+            return made if isinstance(made, str) else None
+
+        follow(make)
 
 
 @dataclass
 class _Slot:
     """A worker as the driver sees it. task: what it does now; job: the video that it makes; opened: the model is."""
 
-    actor: Any
+    group: Group
     task: Any
     opened: bool = False
     job: ClusterJob | None = None
@@ -147,7 +162,7 @@ def make_on_cluster(
     address: str,
     jobs: Sequence[ClusterJob],
     model: ClusterModel,
-    needs: Mapping[str, float],
+    size: WorkerSize,
     folder: Path,
     made: Callable[[ClusterJob, bytes, dict[str, Any]], None],
     refused: Callable[[ClusterJob, str], None],
@@ -156,7 +171,7 @@ def make_on_cluster(
 
     Args:
         address: of the cluster, as `ray.init` takes it; "local" starts one on this machine.
-        needs: resource -> how much of it a worker takes; {}: see `default_needs`.
+        size: what a worker takes.
         folder: of the run directories.
         made, refused: told of each job.
 
@@ -166,7 +181,7 @@ def make_on_cluster(
     """
     ray = connect(address)
     try:
-        _Driver(ray, jobs, model, needs, folder, made, refused).run()
+        _Driver(ray, jobs, model, size, folder, made, refused).run()
     finally:
         ray.shutdown()
 
@@ -194,19 +209,6 @@ def connect(address: str) -> Any:
     return ray
 
 
-def resources(text: str | None) -> dict[str, float]:
-    """Resource -> amount, of "CPU=8,GPU=1"."""
-    needs = {}
-    for part in (text or "").split(",") if text else ():
-        name, _, amount = part.partition("=")
-        try:
-            needs[name.strip()] = float(amount)
-            assert name.strip() and 0 < needs[name.strip()] < 1e6
-        except (ValueError, AssertionError) as e:
-            raise InputError(f"--ray-worker is {text!r}; expected NAME=AMOUNT,..., such as CPU=8,GPU=1") from e
-    return needs
-
-
 def _check_reachable(address: str) -> None:
     """Connect to an address and port once.
 
@@ -225,13 +227,13 @@ class _Driver:
         ray: Any,
         jobs: Sequence[ClusterJob],
         model: ClusterModel,
-        needs: Mapping[str, float],
+        size: WorkerSize,
         folder: Path,
         made: Callable[[ClusterJob, bytes, dict[str, Any]], None],
         refused: Callable[[ClusterJob, str], None],
     ):
         self.ray, self.todo, self.model, self.folder = ray, list(jobs), model, folder
-        self.needs = dict(needs) or default_needs(ray)
+        self.size = size.on(ray)
         self.made, self.refused = made, refused
         self.slots: list[_Slot] = []
         self.looked = -math.inf
@@ -265,30 +267,26 @@ class _Driver:
         if time.monotonic() - self.looked < LOOK_EVERY_S * 2 ** min(self.unopened, 5):
             return
         self.looked = time.monotonic()
-        nodes = [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
-        most = sum(room_for(self.needs, node) for node in nodes)
+        count, free = free_places(self.ray, self.size, [slot.group.place for slot in self.slots])
         if not any(slot.opened for slot in self.slots):
-            if not most:
+            if not count:
+                nodes = [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
                 have = " and ".join(resources_text(node) or "nothing" for node in nodes)
                 raise InputError(
-                    f"no machine of the cluster has room for a worker, which takes {resources_text(self.needs)}; they "
-                    f"have {have}. Say what a worker takes with --ray-worker"
+                    f"no machine of the cluster has room for a worker, which takes {self.size}; they have {have}. Say "
+                    "what a worker takes with --ray-worker and --hosts-per-worker"
                 )
             if self.unopened >= MAX_UNOPENED:
                 if not self.slots:
                     raise InputError(f"the workers of the cluster cannot open the model: {self.reason}")
                 return  # one of those that are at it may open it
-        # what is free is summed over the machines: a worker may find no room on one of them, and then waits in Ray
-        room = min(room_for(self.needs, self.ray.available_resources()), most - len(self.slots))
         waiting = len(self.todo) - sum(slot.job is None for slot in self.slots)
-        for _ in range(min(room, waiting)):
-            actor = self.ray.remote(Worker).options(**actor_options(self.needs)).remote(self.model)
-            self.slots.append(_Slot(actor, actor.ready.remote()))
+        for place in free[: max(0, waiting)]:
+            group = Group(self.ray, place, self.size.needs, Worker, self.model)
+            self.slots.append(_Slot(group, group.first.ready.remote()))
         if not self.slots and not self.waits:
             self.waits = True
-            log.warning(
-                "the cluster has no free room for a worker, which takes %s; waiting", resources_text(self.needs)
-            )
+            log.warning("the cluster has no free room for a worker, which takes %s; waiting", self.size)
 
     def _give(self, slot: _Slot) -> None:
         """Give a worker a job that may be made now, one whose programs it has compiled where there is one."""
@@ -299,7 +297,7 @@ class _Driver:
         self.todo.remove(job)
         slot.job = job
         slot.shapes.add(job.shape)
-        slot.task = slot.actor.make.remote(job.options, self.folder / job.name, job.path.suffix)
+        slot.task = slot.group.make(job.options, self.folder / job.name, job.path.suffix)
 
     def _finish(self, slot: _Slot, task: Any) -> None:
         """Take what a worker answers; a job whose worker is lost is made by another."""
@@ -308,26 +306,30 @@ class _Driver:
         try:
             result = self.ray.get(task)
         except errors.RayError as e:
-            if job is not None and isinstance(e, errors.RayTaskError):  # a fault of the program, with this job
-                self.refused(job, f"{type(e.cause).__name__}: {e.cause}")
-            else:
-                self._drop(slot, job, last_line(e))
-            return
+            if job is None or not isinstance(e, errors.RayTaskError):
+                self._drop(slot, job, slot.group.reason(e))
+                return
+            result = f"{type(e.cause).__name__}: {e.cause}"  # a fault of the program, with this job
         if job is None:
             slot.opened, self.unopened = True, 0
+        elif not isinstance(result, str):
+            self.made(job, *result)
+            return
         elif isinstance(result, Busy) and job.lost:  # the worker that was lost may be at work there still
             job.after = time.monotonic() + LOOK_EVERY_S
             self.todo.append(job)
-        elif isinstance(result, str):
-            self.refused(job, str(result))
         else:
-            self.made(job, *result)
+            self.refused(job, str(result))
+        if job is not None and slot.group.others:  # they may be at work still, and wait for process 0
+            self._end(slot)
+
+    def _end(self, slot: _Slot) -> None:
+        self.slots.remove(slot)
+        slot.group.kill()
 
     def _drop(self, slot: _Slot, job: ClusterJob | None, reason: str) -> None:
         """Go on without a worker. job: what it made; None: it opened the model."""
-        self.slots.remove(slot)
-        with suppress(self.ray.exceptions.RayError):  # it is gone
-            self.ray.kill(slot.actor, no_restart=True)
+        self._end(slot)
         if job is None:
             self.unopened, self.reason = self.unopened + 1, reason
             log.warning("a worker of the cluster cannot open the model and is left out: %s", reason)
@@ -338,38 +340,3 @@ class _Driver:
             self.refused(job, f"it lost {job.lost} workers: {reason}")
         else:
             self.todo.insert(0, job)
-
-
-def room_for(needs: Mapping[str, float], resources: Mapping[str, float]) -> int:
-    """How many workers these resources are enough for."""
-    return min(math.floor(resources.get(name, 0) / needed + 1e-6) for name, needed in needs.items())
-
-
-def actor_options(needs: Mapping[str, float]) -> dict[str, Any]:
-    """A worker's resources in Ray's words."""
-    named = {"CPU": "num_cpus", "GPU": "num_gpus"}
-    own: dict[str, Any] = {named[name]: value for name, value in needs.items() if name in named}
-    return {**own, "resources": {name: value for name, value in needs.items() if name not in named}, "max_restarts": 0}
-
-
-def default_needs(ray: Any) -> dict[str, float]:
-    """What a worker takes where nobody says: a GPU, or all of a machine's chips, or all of its cores."""
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    for name in ("TPU", "GPU", "CPU"):
-        counts = [node[name] for node in nodes if node.get(name)]
-        if counts:
-            return {name: 1.0 if name == "GPU" else min(counts)}
-    return {"CPU": 1.0}
-
-
-def resources_text(resources: Mapping[str, float]) -> str:
-    """The resources that people name, without memory and Ray's own marks of a machine."""
-    own = ("memory", "object_store_memory")
-    named = {name: value for name, value in resources.items() if name not in own and ":" not in name}
-    return ", ".join(f"{value:g} {name}" for name, value in named.items())
-
-
-def last_line(error: Exception) -> str:
-    """The last line of an error of Ray that says something."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else type(error).__name__)

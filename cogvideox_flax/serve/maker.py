@@ -100,12 +100,10 @@ class Maker:
 
     def pipeline(self, name: str) -> tuple[Pipeline, bool]:
         """A model, opened, and whether all of it fits at once. Others are closed where they do not fit beside it."""
-        from cogvideox_flax.generate.pipeline import Pipeline
-
         if name not in self._open:
             model = self.models[name]
-            how: Any = {"revision": model.revision, "variant": model.variant, "progress": self.show_progress}
-            pipe = Pipeline.from_pretrained(model.where, self.dtypes[name], mesh_of(model), **how)
+            which = {"revision": model.revision, "variant": model.variant}
+            pipe = open_pipeline(model.where, self.dtypes[name], model.mesh, progress=self.show_progress, **which)
             fits = pipe.fits_at_once()
             if self._open and not (fits and all(others for _, others in self._open.values())):
                 log.info("%s does not fit beside %s, which is closed", name, " and ".join(self._open))
@@ -209,11 +207,31 @@ def _tell(
             yield "preview", {"step": progress.step}
 
 
-def mesh_of(model: ServedModel) -> Any:
-    """The mesh of a model over the devices of this process."""
+def open_pipeline(where: str | None, dtype: str, mesh: str | None, *, progress: bool, **which: str | None) -> Pipeline:
+    """Open a model in this process; in a group of several, all of them do.
+
+    Args:
+        mesh: as --mesh.
+        which: revision, transformer and variant, as `Pipeline.from_pretrained` takes them.
+
+    Raises:
+        InputError: as for `Pipeline.from_pretrained`, or for `OpenModel.open_on_hosts`.
+    """
+    from cogvideox_flax import hub
+    from cogvideox_flax.generate.pipeline import Pipeline
+    from cogvideox_flax.runtime import libtpu
+
+    libtpu.quiet_without_tpu()
+    how: Any = which | {"progress": progress}
+    hub.peek(where, **how)
+    return Pipeline.open_on_hosts(where, dtype, mesh_of(mesh), **how)
+
+
+def mesh_of(text: str | None) -> Any:
+    """The mesh of --mesh over the devices of this process, or of its group."""
     from cogvideox_flax.sharding import make_mesh, parse_mesh
 
-    return None if model.mesh is None else make_mesh(*parse_mesh(model.mesh))
+    return None if text is None else make_mesh(*parse_mesh(text))
 
 
 def speed_key(model: str, run: Run) -> str:

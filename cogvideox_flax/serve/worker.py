@@ -74,7 +74,7 @@ class ThisProcess:
     def check(self, name: str, model: ServedModel, manifest: Manifest, dtype: str) -> None:
         from cogvideox_flax.generate.resolve import check_model
 
-        check_model(manifest, name, dtype, mesh_of(model))
+        check_model(manifest, name, dtype, mesh_of(model.mesh))
 
     def describe(self) -> str:
         import jax

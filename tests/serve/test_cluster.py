@@ -3,6 +3,7 @@
 import io
 import itertools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,21 +12,24 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import psutil
 import pytest
 from PIL import Image
 
+from cogvideox_flax import sharding
 from cogvideox_flax.cli import main
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.jobs import JobFolder, JobRecord
 from cogvideox_flax.generate.pipeline import Pipeline
 from cogvideox_flax.generate.store import run_dir_lock
 from cogvideox_flax.io.video import read_metadata, read_video
-from cogvideox_flax.serve import actors
+from cogvideox_flax.serve import actors, group
 from cogvideox_flax.serve import cluster as serve
 from cogvideox_flax.serve.actors import Actor
+from cogvideox_flax.serve.group import WorkerSize
 from cogvideox_flax.serve.maker import Stopped
 from cogvideox_flax.serve.worker import Lost
 from tests.support.servers import ROOT, Server, serving
@@ -53,15 +57,28 @@ def cluster():
         own.shutdown()
 
 
-def workers(kind):
+@pytest.fixture
+def tpu_slice(cluster):
+    """Two hosts of one slice, as Ray describes them; their chip is one CPU device of JAX."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XLA_FLAGS", re.sub(r"(device_count)=\d+", r"\1=1", os.environ["XLA_FLAGS"]))
+        labels = [{group.SLICE: "slice", group.HOST: str(i), group.TOPOLOGY: "1x2"} for i in range(2)]
+        more = {"num_cpus": 1, "object_store_memory": 100 * 2**20, "resources": {"TPU": 1}}
+        nodes = [cluster.add_node(labels=each, **more) for each in labels]
+    yield nodes
+    for node in nodes:
+        cluster.remove_node(node)
+
+
+def workers(kind, method="make"):
     """The processes of workers, "Worker" of a queue or "Actor" of a server, that make a video."""
     named = [process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"]]
-    return [process for process in named if process.info["cmdline"][0].startswith(f"ray::{kind}.make")]
+    return [process for process in named if process.info["cmdline"][0].startswith(f"ray::{kind}.{method}")]
 
 
-def start(cluster, prompts, out):
+def start(cluster, prompts, out, *how):
     command = [sys.executable, "-m", "cogvideox_flax", "generate", "--prompt-file", str(prompts), "--out", str(out)]
-    command += ["--steps", "4", "--ray", cluster.address, "--ray-worker", "CPU=1"]
+    command += ["--ray", cluster.address, *how]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -80,7 +97,7 @@ def test_a_queue_over_a_cluster(cluster, tmp_path):
     lines = [f"a large {colour} {shape}" for colour in ("red", "green", "blue", "yellow") for shape in shapes]
     prompts.write_text("\n".join(lines))
     made = lambda: sorted(out.glob("*.mp4"))  # noqa: E731
-    driver = start(cluster, prompts, out)
+    driver = start(cluster, prompts, out, "--steps", "4", "--ray-worker", "CPU=1")
     wait_for(lambda: len(made()) >= 2, driver)
     victim = workers("Worker")[0]
     victim.send_signal(signal.SIGKILL)
@@ -89,7 +106,7 @@ def test_a_queue_over_a_cluster(cluster, tmp_path):
     driver.send_signal(signal.SIGKILL)
     driver.communicate(timeout=60)
     before = {path: path.stat().st_mtime_ns for path in made()}
-    driver = start(cluster, prompts, out)
+    driver = start(cluster, prompts, out, "--steps", "4", "--ray-worker", "CPU=1")
     printed, messages = driver.communicate(timeout=300)
     assert driver.returncode == 0, messages
     assert len(made()) == LINES and f"{len(before)} of {LINES} videos are there already" in messages
@@ -102,6 +119,57 @@ def test_a_queue_over_a_cluster(cluster, tmp_path):
     for path in sorted(alone.glob("*.mp4")):
         np.testing.assert_array_equal(read_video(out / path.name)[0], read_video(path)[0])
     assert not (tmp_path / "clips.stages").exists() or not list((tmp_path / "clips.stages").rglob("*.safetensors"))
+
+
+def test_a_video_over_the_hosts_of_a_slice(cluster, tpu_slice, tmp_path, monkeypatch):
+    """Its processes are found by the labels of the slice; the video is that of one process on the same mesh."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    (tmp_path / "prompts.txt").write_text("a red circle")
+    how = ["--prompt-file", str(tmp_path / "prompts.txt"), "--steps", "2", "--mesh", "1,2,1"]
+    for name, more in {"together": ["--ray", cluster.address], "alone": []}.items():
+        assert main(["generate", *how, "--out", str(tmp_path / name), "--quiet", *more]) == 0
+    together, alone = (read_video(next((tmp_path / name).glob("*.mp4")))[0] for name in ("together", "alone"))
+    np.testing.assert_array_equal(together, alone)
+
+
+@pytest.mark.further
+def test_a_slice_loses_a_process(cluster, tpu_slice, tmp_path):
+    """In mid-run; all processes of the worker end, others begin, and the video is that of an undisturbed run."""
+    prompts, out, steps = tmp_path / "prompts.txt", tmp_path / "clips", 40
+    prompts.write_text("a red circle\na blue square")
+    driver = start(cluster, prompts, out, "--steps", str(steps), "--mesh", "1,2,1", "--hosts-per-worker", "2")
+    wait_for(lambda: list(out.glob("*0001*.mp4")) and workers("Worker", "follow"), driver)
+    (first,), (victim,) = workers("Worker"), workers("Worker", "follow")
+    victim.send_signal(signal.SIGKILL)
+    first.wait(30)
+    _, messages = driver.communicate(timeout=300)
+    assert driver.returncode == 0 and messages.count("a worker was lost while it made") == 1, messages
+    mesh = sharding.make_mesh(1, 2, 1)
+    alone = Pipeline.from_pretrained(mesh=mesh)("a blue square", num_inference_steps=steps, progress=False)
+    alone.save(own := tmp_path / "own.mp4")
+    np.testing.assert_array_equal(read_video(next(out.glob("*0002*.mp4")))[0], read_video(own)[0])
+
+
+@pytest.mark.further
+def test_a_server_over_the_hosts_of_a_slice(cluster, tpu_slice, tmp_path):
+    """A cancelled job leaves the processes in step; a lost process 0 costs the server no other job."""
+    with serving(tmp_path / "gallery", "--model", "embedded", "--ray", cluster.address, "--mesh", "1,2,1") as server:
+        assert "1 TPU for each worker" in server.wait_until_ready()["device"]
+        first, second = server.create(num_inference_steps=1000), server.create(seed=2)
+        server.wait_for_step(first["id"], 3)
+        assert server.client.post(f"/v1/videos/{first['id']}/cancel").status_code == 202
+        assert server.wait(first["id"], "failed")["error"]["code"] == "cancelled"
+        server.wait(second["id"], "completed")
+        assert "worker" not in server.log.read_text()
+        third = server.create(num_inference_steps=60)
+        server.wait_for_step(third["id"], 3)
+        workers("Actor")[0].send_signal(signal.SIGKILL)
+        server.wait(third["id"], "completed", seconds=240)
+        assert server.log.read_text().count("a worker was lost while it made") == 1
+    alone = Pipeline.from_pretrained(mesh=sharding.make_mesh(1, 2, 1))
+    alone("a red circle", num_inference_steps=2, seed=2, progress=False).save(own := tmp_path / "own.mp4")
+    made = tmp_path / "gallery" / "jobs" / second["id"] / "video.mp4"
+    np.testing.assert_array_equal(read_video(made)[0], read_video(own)[0])
 
 
 @pytest.mark.further
@@ -185,12 +253,12 @@ def test_how_a_job_of_a_server_ends(answers, raised, is_alive, tmp_path, monkeyp
             raise answer
         return answer
 
-    method = SimpleNamespace(remote=lambda *args: itertools.repeat("an answer"))
-    method.options = lambda num_returns: method
-    actor = SimpleNamespace(ready=method, make=method, stop=method)
+    method = SimpleNamespace(remote=lambda *args, **options: itertools.repeat("an answer"))
+    first = SimpleNamespace(ready=method, stop=method)
+    processes = SimpleNamespace(first=first, others=(), make=method.remote, reason=str)
     stand_in = SimpleNamespace(get=get, wait=lambda tasks, timeout: (tasks, []), exceptions=ray.exceptions)
     worker = SimpleNamespace(jobs=JobFolder(tmp_path / "jobs"), stopping=threading.Event())
-    slot = actors._Slot(stand_in, actor, worker)
+    slot = actors._Slot(stand_in, processes, worker)
     with pytest.raises(raised):
         list(slot.make(JobRecord("video_x", 1, "embedded", {"prompt": "x"}, {}, 0.0), lambda: False))
     assert slot.is_alive == is_alive and not script
@@ -208,6 +276,8 @@ def test_a_server_without_a_cluster(tmp_path):
         (["--prompt-file", "p.txt", "--ray", "local", "--batch", "2"], "--batch cannot be given with --ray"),
         (["--prompt-file", "p.txt", "--ray", "local", "--out", "x/%04d.png"], "as one file"),
         (["--prompt-file", "p.txt", "--ray", "local", "--ray-worker", "CPU"], "such as CPU=8,GPU=1"),
+        (["--prompt-file", "p.txt", "--ray", "local", "--hosts-per-worker", "0"], "is 0; expected 1 or more"),
+        (["a red circle", "--hosts-per-worker", "2"], "--ray-worker and --hosts-per-worker are of --ray"),
         (["--prompt-file", "p.txt", "--ray", "127.0.0.1:1"], "there is no Ray cluster"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
@@ -277,9 +347,10 @@ class SimulatedRay:
                 self.needs, self.machine = simulated.next_needs, None
                 self.ready = Method(self, simulated.opens, None)
                 self.make = Method(self, simulated.makes, (b"video", {}))
+                self.make.options = lambda: self.make
 
         class Class:
-            def remote(self, model):
+            def remote(self, *args):
                 simulated.actors.append(Actor())
                 return simulated.actors[-1]
 
@@ -308,14 +379,14 @@ class SimulatedRay:
         raise ray.exceptions.ActorHandleNotFoundError("gone")
 
 
-def drive(simulated, lines, needs, monkeypatch, tmp_path):
+def drive(simulated, lines, needs, monkeypatch, tmp_path, hosts=None):
     """Run the driver: the names of what it made, and of what it refused with the reasons."""
     monkeypatch.setattr(serve, "LOOK_EVERY_S", 0.0)
     made, refused = [], {}
     jobs = [serve.ClusterJob(f"line-{i}", "shape", {}, tmp_path / f"{i}.mp4") for i in range(lines)]
     take = lambda job, video, recipe: made.append(job.name)  # noqa: E731
     refuse = lambda job, reason: refused.update({job.name: reason})  # noqa: E731
-    serve._Driver(simulated, jobs, None, needs, tmp_path, take, refuse).run()
+    serve._Driver(simulated, jobs, None, WorkerSize(needs, hosts), tmp_path, take, refuse).run()
     return sorted(made), refused
 
 
@@ -349,6 +420,69 @@ def test_a_job_that_loses_workers_and_a_fault_of_the_program(monkeypatch, tmp_pa
     made, refused = drive(simulated, 3, {"CPU": 1.0}, monkeypatch, tmp_path)
     assert made == ["line-2"] and "lost 4 workers" in refused["line-0"] and refused["line-1"] == "KeyError: 'x'"
     assert len(simulated.killed) == 4  # a fault of the program leaves its worker alive
+
+
+class StandInGroup:
+    """A worker of two processes. answers: what process 0 answers in turn, an error or a value."""
+
+    answers: ClassVar[list] = []
+    killed: ClassVar[list] = []
+    others = (None,)
+
+    def __init__(self, simulated, place, needs, process, *args):
+        self.place, self.first = place, SimpleNamespace(ready=SimpleNamespace(remote=lambda: Task(self, None)))
+        self.machine = 0
+
+    def make(self, *job):
+        return Task(self, self.answers.pop(0))
+
+    def kill(self):
+        self.killed.append(self)
+
+
+def test_a_group_whose_processes_may_be_out_of_step(monkeypatch, tmp_path):
+    """After a job that was not made, it makes way for another one."""
+    monkeypatch.setattr(serve, "Group", StandInGroup)
+    monkeypatch.setattr(StandInGroup, "answers", [(b"video", {}), TASK_FAULT, "no", (b"video", {}), (b"video", {})])
+    monkeypatch.setattr(StandInGroup, "killed", [])
+    made, refused = drive(SimulatedRay([{"CPU": 1.0}] * 2), 5, {"CPU": 1.0}, monkeypatch, tmp_path, hosts=2)
+    assert made == ["line-0", "line-3", "line-4"] and refused == {"line-1": "KeyError: 'x'", "line-2": "no"}
+    assert len(StandInGroup.killed) == 2
+
+
+def host(slice_name, number, topology="4x4", chips=4):
+    labels = {group.SLICE: slice_name, group.HOST: str(number), group.TOPOLOGY: topology}
+    return {"Resources": {"TPU": chips}, "Labels": labels}
+
+
+def machine(**resources):
+    return {"Resources": resources, "Labels": {}}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "size", "hosts_of_each"),
+    [
+        ([machine(CPU=4), machine(CPU=1)], WorkerSize({"CPU": 2}), [1, 1]),
+        ([machine(GPU=2), machine(GPU=2), machine(GPU=1)], WorkerSize({"GPU": 1}, 2), [2, 2]),
+        ([machine(GPU=8), machine(GPU=1)], WorkerSize({"GPU": 1}, 2), [2]),  # never two processes on one host
+        ([host("a", i) for i in range(4)], WorkerSize({"TPU": 4}), [4]),
+        ([host("a", i) for i in range(4)], WorkerSize({"TPU": 4}, 4), [4]),
+        ([host("a", i) for i in range(4)], WorkerSize({"TPU": 4}, 2), [2, 2]),
+        ([host("a", i) for i in range(4)], WorkerSize({"TPU": 4}, 1), [1] * 4),
+        ([host("a", i) for i in range(3)], WorkerSize({"TPU": 4}), []),  # one is not there, and JAX would wait for it
+        ([host("a", i) for i in range(4)] + [host("b", i) for i in range(4)], WorkerSize({"TPU": 4}), [4, 4]),
+        ([host("a", 0, "2x4", 8), host("b", 0, "2x4", 8)], WorkerSize({"TPU": 8}), [1, 1]),
+        ([host("a", i) for i in range(4)], WorkerSize({"CPU": 1}), []),
+    ],
+)
+def test_places(nodes, size, hosts_of_each):
+    assert list(map(len, group.places(nodes, size))) == hosts_of_each
+
+
+def test_the_hosts_of_a_slice_keep_their_numbers():
+    nodes = [host("a", 2), host("a", 0), host("a", 3), host("a", 1)]
+    (place,) = group.places(nodes, WorkerSize({"TPU": 4}))
+    assert place == tuple({group.SLICE: "a", group.HOST: str(i)} for i in range(4))
 
 
 def test_a_worker_lies_on_one_machine(monkeypatch, tmp_path):

@@ -47,6 +47,14 @@ class Server:
         assert answer.status_code == 202, answer.text
         return answer.json()
 
+    def wait_until_ready(self, seconds: float = 120) -> dict[str, Any]:
+        """The answer of /health when the models are looked at."""
+        end = time.monotonic() + seconds
+        while (health := self.client.get("/health").json())["status"] == "starting":
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        return health
+
     def wait(self, video_id: str, *statuses: str, seconds: float = 120) -> dict[str, Any]:
         """The video when it has one of these statuses."""
         end = time.monotonic() + seconds

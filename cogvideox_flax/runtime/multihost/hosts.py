@@ -124,10 +124,15 @@ class _Group:
     def fail(self, code: int, message: str) -> None:
         """End all processes with this one's failure, or with the failure of another process that caused it."""
         own = Failure(self.address.process_id, code, message)
-        if code == 1 and self._failed.wait(_CAUSE_WAIT_S):
-            self._exit()
+        if code == 1:
+            self.end_if_another_failed()
         self._set_failure(own)
         self._exit(own)
+
+    def end_if_another_failed(self) -> None:
+        """End this process if another one has failed, or does so in a moment."""
+        if self._failed.wait(_CAUSE_WAIT_S):
+            self._exit()
 
     def _exit(self, failure: Failure | None = None) -> None:
         """End this process with a failure; default: the first one. Process 0 ends last, since JAX aborts the others
@@ -206,18 +211,31 @@ def joined(
 
 
 def _initialize(address: ProcessAddress | None) -> None:
-    global _group
     if address is None or address.num_processes == 1:
         return
+    loaded()
+    enter(address, is_command=True)
+
+
+def enter(address: ProcessAddress, *, is_command: bool = False) -> None:
+    """Make this process one of several from now on; they end together. Call it before any device is used.
+
+    Args:
+        is_command: also handle Ctrl-C, and discard the standard output of all processes but 0.
+
+    Raises:
+        InputError: a process does not join in time, or has another version or number of processes.
+    """
+    global _group
     import jax
 
     from cogvideox_flax.sharding.devices import find_devices
 
-    loaded()
     links, jax_port = join(address)
     _group = _Group(address, links)
-    _group.watch_interrupts()
-    _redirect_stdout(address)
+    if is_command:
+        _group.watch_interrupts()
+        _redirect_stdout(address)
     # its SIGTERM handler would keep a process alive that is told to end
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
@@ -228,6 +246,18 @@ def _initialize(address: ProcessAddress | None) -> None:
         shutdown_timeout_seconds=30,
     )
     find_devices()  # found by all processes together, so before process 0 asks for them alone
+
+
+def end_if_another_failed() -> None:
+    """After an error, which may come of a collective: end this process if another one has failed."""
+    if _group is not None:
+        _group.end_if_another_failed()
+
+
+def fail(message: str) -> None:
+    """End all processes with this message, where there are several."""
+    if _group is not None:
+        _group.fail(1, message)
 
 
 def _redirect_stdout(address: ProcessAddress) -> None:
