@@ -23,6 +23,7 @@ from cogvideox_flax.io.atomic import atomic_write
 from cogvideox_flax.runtime.terminal import say
 from cogvideox_flax.serve import cluster
 from cogvideox_flax.serve.group import worker_size
+from cogvideox_flax.serve.matching import Shape, adapters_text, programs_of
 
 ONE_FILE = (".mp4", ".webm", ".gif", ".webp", ".npz")
 """Suffixes of videos that are one file, which a worker sends."""
@@ -66,7 +67,7 @@ def make_on_cluster(
         name = f"line-{todo.line}-seed-{run.request.seed}"
         lines[name], seeds[name] = todo.line, run.request.seed
         fields = {**options, **fields_of(queue.lines[todo.line]), "seed": run.request.seed, "num_videos": 1}
-        shape = repr((run.size, run.denoise))
+        shape = Shape(programs_of(run), adapters_text(run.request.lora or []))
         jobs.append(cluster.ClusterJob(name, shape, _absolute(fields), Path(todo.path)))
     checkpoint = short_fingerprints(pipe.fingerprints())
     where = os.path.abspath(model.where) if model.where is not None and os.path.exists(model.where) else model.where

@@ -13,7 +13,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -179,17 +179,24 @@ class JobFolder:
         write_json(self.path(record.id, _RECORD), dataclasses.asdict(record))
         self._records[record.id] = record
 
-    def begin(self, stop: threading.Event, models: Container[str] | None = None) -> JobRecord | None:
+    def begin(
+        self,
+        stop: threading.Event,
+        models: Container[str] | None = None,
+        choose: Callable[[Sequence[JobRecord]], JobRecord | None] = lambda waiting: next(iter(waiting), None),
+    ) -> JobRecord | None:
         """Wait for the next job, and mark it as begun; None when `stop` is set (`wake` then ends the wait).
 
-        models: those whose jobs are begun; the others wait for a process that has theirs.
+        Args:
+            models: those whose jobs are begun; the others wait for a process that has theirs.
+            choose: one of the jobs that wait, if there are any, or None, which leaves them to other threads; asked
+                each time something changes.
         """
         with self._changed:
             while not stop.is_set():
                 waiting = [record for record in self._records.values() if record.status == "queued"]
                 waiting = [record for record in waiting if models is None or record.model in models]
-                if waiting:
-                    record = waiting[0]
+                if (record := choose(waiting)) is not None:
                     now = {"status": "in_progress", "started": time.time(), "starts": record.starts + 1}
                     return self.update(record.id, **now)
                 self._changed.wait()

@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from cogvideox_flax.serve.cluster import LOOK_EVERY_S, MAX_LOST, connect
 from cogvideox_flax.serve.fields import MEDIA_FIELDS
 from cogvideox_flax.serve.group import Group, WorkerSize, follow, free_places, join_group
 from cogvideox_flax.serve.maker import PREVIEW, STAGES, VIDEO, Maker, Making, ServedModel, Stopped
+from cogvideox_flax.serve.matching import Ready, Shape, adapters_text, match
 from cogvideox_flax.serve.worker import Lost, Worker
 
 if typing.TYPE_CHECKING:
@@ -122,6 +123,7 @@ class Cluster:
     def __init__(self, address: str, size: WorkerSize):
         self.address, self.size = address, size
         self.threads: dict[threading.Thread, _Slot] = {}
+        self._idle: list[_Slot] = []  # those that wait for a job
         self._unopened = 0  # workers that failed to start since one did
         self._looked, self._waits = -math.inf, False
 
@@ -178,12 +180,32 @@ class Cluster:
             if slot.wait_until_ready():
                 self._unopened = 0
             while slot.is_alive and not worker.stopping.is_set():
-                worker.make_next(slot.make)
+                worker.make_next(slot.make, choose=partial(self._choose, slot))
         except self.ray.exceptions.RayError as e:
             self._unopened += 1
             log.warning("a worker of the cluster cannot open the model and is left out: %s", slot.group.reason(e))
         finally:
             slot.group.kill()
+
+    def _choose(self, slot: _Slot, waiting: Sequence[JobRecord]) -> JobRecord | None:
+        """The job that a worker is to make, of those that wait: the first ones go to the workers that are idle.
+
+        Called by one thread at a time, as `JobFolder.begin` has it.
+        """
+        if slot not in self._idle:
+            self._idle.append(slot)
+        jobs = waiting[: len(self._idle)]
+        pairs = match([each.ready for each in self._idle], list(map(_shape, jobs)))
+        job = next((jobs[job] for worker, job in pairs if self._idle[worker] is slot), None)
+        if job is not None:
+            self._idle.remove(slot)
+            slot.ready.add(_shape(job))
+        return job
+
+
+def _shape(job: JobRecord) -> Shape:
+    programs = repr((job.model, job.facts.get("programs")))
+    return Shape(programs, adapters_text(job.options.get("lora", [])))
 
 
 class _Slot:
@@ -191,7 +213,7 @@ class _Slot:
 
     def __init__(self, ray: Any, group: Group, worker: Worker):
         self.ray, self.group, self.worker = ray, group, worker
-        self.is_alive = True
+        self.is_alive, self.ready = True, Ready()
 
     def wait_until_ready(self) -> bool:
         """Wait until the model is open; False: the server stops."""

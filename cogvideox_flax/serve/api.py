@@ -32,6 +32,7 @@ from cogvideox_flax.serve.files import Uploads
 from cogvideox_flax.serve.forms import Forms
 from cogvideox_flax.serve.guard import PAGES
 from cogvideox_flax.serve.maker import PREVIEW, VIDEO, Progress
+from cogvideox_flax.serve.matching import programs_of
 from cogvideox_flax.serve.worker import Worker
 from cogvideox_flax.version import __version__
 
@@ -223,7 +224,8 @@ class Api:
         client = {"key": key, "body": body, "metadata": wanted.metadata, **client}
         records = []
         for options, run in runs:
-            records.append(record := self.jobs.add(model, options, _facts(run), **client))
+            facts = _facts(run) | {"programs": programs_of(run)}
+            records.append(record := self.jobs.add(model, options, facts, **client))
             self.events.publish("queued", record.id)
         return self._created(records, 202, {})
 

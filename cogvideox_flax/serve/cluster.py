@@ -22,6 +22,7 @@ from cogvideox_flax.errors import BusyError, InputError, install_extra
 from cogvideox_flax.runtime.multihost import hosts
 from cogvideox_flax.serve.group import Group, WorkerSize, follow, free_places, join_group, resources_text
 from cogvideox_flax.serve.maker import open_pipeline
+from cogvideox_flax.serve.matching import Ready, Shape, match
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ class ClusterJob:
     """One video.
 
     name: of its run directory.
-    shape: jobs of equal shape run the same compiled programs.
+    shape: what a worker that made one like it has ready.
     options: fields of the request.
     path: where the driver writes it.
     lost: workers that it lost.
@@ -73,7 +74,7 @@ class ClusterJob:
     """
 
     name: str
-    shape: Any
+    shape: Shape
     options: dict[str, Any]
     path: Path
     lost: int = 0
@@ -155,7 +156,7 @@ class _Slot:
     task: Any
     opened: bool = False
     job: ClusterJob | None = None
-    shapes: set[Any] = field(default_factory=set)
+    ready: Ready = field(default_factory=Ready)
 
 
 def make_on_cluster(
@@ -253,9 +254,10 @@ class _Driver:
                 done = []
             for task in done:
                 self._finish(tasks[task], task)
-            for slot in self.slots:
-                if slot.opened and slot.job is None:
-                    self._give(slot)
+            idle = [slot for slot in self.slots if slot.opened and slot.job is None]
+            jobs = [job for job in self.todo if job.after <= time.monotonic()]
+            for worker, job in match([slot.ready for slot in idle], [job.shape for job in jobs]):
+                self._give(idle[worker], jobs[job])
 
     def _start_workers(self) -> None:
         """Start a worker wherever there is room for one, as long as jobs wait for it.
@@ -288,15 +290,11 @@ class _Driver:
             self.waits = True
             log.warning("the cluster has no free room for a worker, which takes %s; waiting", self.size)
 
-    def _give(self, slot: _Slot) -> None:
-        """Give a worker a job that may be made now, one whose programs it has compiled where there is one."""
-        jobs = [job for job in self.todo if job.after <= time.monotonic()]
-        if not jobs:
-            return
-        job = next((job for job in jobs if job.shape in slot.shapes), jobs[0])
+    def _give(self, slot: _Slot, job: ClusterJob) -> None:
+        """Let a worker make a job."""
         self.todo.remove(job)
         slot.job = job
-        slot.shapes.add(job.shape)
+        slot.ready.add(job.shape)
         slot.task = slot.group.make(job.options, self.folder / job.name, job.path.suffix)
 
     def _finish(self, slot: _Slot, task: Any) -> None:

@@ -17,6 +17,7 @@ from cogvideox_flax.generate.jobs import MAX_STARTS, JobFolder, JobRecord
 from cogvideox_flax.serve.events import EventLog
 from cogvideox_flax.serve.files import locate
 from cogvideox_flax.serve.maker import STAGES, Maker, Making, Progress, ServedModel, Stopped, mesh_of, speed_key
+from cogvideox_flax.serve.matching import programs_of
 
 if typing.TYPE_CHECKING:
     from cogvideox_flax.checkpoint import Manifest
@@ -120,7 +121,7 @@ class Worker(threading.Thread):
         self.ready, self.stopping = threading.Event(), threading.Event()
         self.failure: BaseException | None = None
         self.running: dict[str, Progress] = {}
-        self._compiled: set[str] = set()  # `speed_key` of what this process made
+        self._compiled: set[tuple[str, str]] = set()  # model and programs of what was made
 
     @property
     def status(self) -> str:
@@ -177,13 +178,13 @@ class Worker(threading.Thread):
         return next((seconds for of, seconds in reversed(speeds) if of == key and seconds is not None), None)
 
     def is_compiled(self, model: str, run: Run) -> bool:
-        """Whether a video of this shape was made since the server started."""
-        return speed_key(model, run) in self._compiled
+        """Whether a video by the same programs was made since the server started."""
+        return (model, programs_of(run)) in self._compiled
 
-    def make_next(self, make: Make) -> None:
-        """Wait for a job, and make its video, whatever goes wrong with it."""
+    def make_next(self, make: Make, **how: Any) -> None:
+        """Wait for a job, and make its video, whatever goes wrong with it; how: as for `JobFolder.begin`."""
         try:
-            if (job := self.jobs.begin(self.stopping, self.models)) is not None:
+            if (job := self.jobs.begin(self.stopping, self.models, **how)) is not None:
                 self._make(job, make)
         except Exception:  # such as a full disk where a job's state is written; the queue goes on
             log.exception("the queue waits for %g s", RETRY_S)
@@ -204,7 +205,7 @@ class Worker(threading.Thread):
                 self._not_made(job, progress, e)
         else:
             self.running.pop(job.id)
-            self._compiled.add(facts["speed"][0])
+            self._compiled.add((job.model, job.facts.get("programs", "")))
             shutil.rmtree(self.jobs.path(job.id, STAGES), ignore_errors=True)
             self.events.publish("completed", job.id)
         self.jobs.clear_removed(job.id)

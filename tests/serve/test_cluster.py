@@ -1,5 +1,6 @@
 """`generate --prompt-file --ray` and `serve --ray` over a real cluster of this machine."""
 
+import functools
 import io
 import itertools
 import os
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -31,6 +32,7 @@ from cogvideox_flax.serve import cluster as serve
 from cogvideox_flax.serve.actors import Actor
 from cogvideox_flax.serve.group import WorkerSize
 from cogvideox_flax.serve.maker import Stopped
+from cogvideox_flax.serve.matching import Ready, Shape, match
 from cogvideox_flax.serve.worker import Lost
 from tests.support.servers import ROOT, Server, serving
 
@@ -264,6 +266,57 @@ def test_how_a_job_of_a_server_ends(answers, raised, is_alive, tmp_path, monkeyp
     assert slot.is_alive == is_alive and not script
 
 
+A, B = Shape("a"), Shape("b")
+
+A_ADAPTED = Shape("a", '["x"]')
+
+
+@pytest.mark.parametrize(
+    ("made", "jobs", "pairs"),
+    [
+        ([[], [A]], [A], [(1, 0)]),  # not the first idle worker, but the one that has it compiled
+        ([[A]], [B, A], [(0, 1)]),
+        ([[A], []], [B, A], [(0, 1), (1, 0)]),
+        ([[A], [B]], [B, A], [(1, 0), (0, 1)]),
+        ([[A]], [B], [(0, 0)]),  # none waits for a busy worker while another is idle
+        ([[], []], [A, A, A], [(0, 0), (1, 1)]),
+        ([[A], [A_ADAPTED]], [A_ADAPTED, A], [(1, 0), (0, 1)]),
+        ([[], [A_ADAPTED]], [A], [(1, 0)]),  # adding adapters takes less time than compiling
+        ([[A_ADAPTED, A], [A, A_ADAPTED]], [A_ADAPTED], [(1, 0)]),  # the last adapters are those in the model
+        ([], [A], []),
+    ],
+)
+def test_who_makes_what(made, jobs, pairs):
+    idle = [Ready() for _ in made]
+    for ready, shapes in zip(idle, made, strict=True):
+        for shape in shapes:
+            ready.add(shape)
+    assert match(idle, jobs) == pairs
+
+
+def test_jobs_of_a_server_go_where_their_programs_are_compiled(tmp_path):
+    """Three idle workers, of which the last has made the first job's shape; none is left idle."""
+    with JobFolder(tmp_path / "jobs") as jobs:
+        cluster, stop, begun = actors.Cluster("local", WorkerSize()), threading.Event(), []
+        slots = [actors._Slot(None, None, None) for _ in range(3)]
+        facts = {"programs": "a"}, {"programs": "b"}
+        slots[2].ready.add(actors._shape(JobRecord("x", 1, "m", {}, facts[0], 0.0)))
+
+        def wait(slot):
+            begun.append((slot, jobs.begin(stop, None, functools.partial(cluster._choose, slot))))
+
+        threads = [threading.Thread(target=wait, args=[slot]) for slot in slots]
+        for thread in threads:
+            thread.start()
+        while len(cluster._idle) < 3:
+            time.sleep(0.01)
+        added = [jobs.add("m", {}, facts[0]), jobs.add("m", {}, facts[1]), jobs.add("m", {}, facts[1])]
+        for thread in threads:
+            thread.join(10)
+        assert {job.id for _, job in begun} == {job.id for job in added}
+        assert next(job.id for slot, job in begun if slot is slots[2]) == added[0].id
+
+
 def test_a_server_without_a_cluster(tmp_path):
     server = Server(tmp_path / "gallery", "--ray", "127.0.0.1:1")
     assert server.process.wait(60) == 2 and "there is no Ray cluster at 127.0.0.1:1" in server.log.read_text()
@@ -295,6 +348,7 @@ def test_refusals(options, words, tmp_path, monkeypatch, capsys):
 class Task:
     actor: object
     answer: object
+    number: int = field(default_factory=itertools.count().__next__)
 
 
 class SimulatedRay:
@@ -363,7 +417,8 @@ class SimulatedRay:
             if actor.machine is None:
                 fits = lambda index: all(self.free(index).get(name, 0) >= n for name, n in actor.needs.items())  # noqa: E731,B023
                 actor.machine = next((index for index in range(len(self.machines)) if fits(index)), None)
-        done = [task for task in tasks if task.actor.machine is not None][:num_returns]
+        running = [task for task in tasks if task.actor.machine is not None]
+        done = sorted(running, key=lambda task: task.number)[:num_returns]
         return done, [task for task in tasks if task not in done]
 
     def get(self, task):
@@ -379,11 +434,12 @@ class SimulatedRay:
         raise ray.exceptions.ActorHandleNotFoundError("gone")
 
 
-def drive(simulated, lines, needs, monkeypatch, tmp_path, hosts=None):
+def drive(simulated, lines, needs, monkeypatch, tmp_path, hosts=None, shapes="a"):
     """Run the driver: the names of what it made, and of what it refused with the reasons."""
     monkeypatch.setattr(serve, "LOOK_EVERY_S", 0.0)
     made, refused = [], {}
-    jobs = [serve.ClusterJob(f"line-{i}", "shape", {}, tmp_path / f"{i}.mp4") for i in range(lines)]
+    shapes_of = zip(range(lines), itertools.cycle(shapes), strict=False)
+    jobs = [serve.ClusterJob(f"line-{i}", Shape(shape), {}, tmp_path / f"{i}.mp4") for i, shape in shapes_of]
     take = lambda job, video, recipe: made.append(job.name)  # noqa: E731
     refuse = lambda job, reason: refused.update({job.name: reason})  # noqa: E731
     serve._Driver(simulated, jobs, None, WorkerSize(needs, hosts), tmp_path, take, refuse).run()
@@ -427,13 +483,16 @@ class StandInGroup:
 
     answers: ClassVar[list] = []
     killed: ClassVar[list] = []
+    workers: ClassVar[list] = []
     others = (None,)
 
     def __init__(self, simulated, place, needs, process, *args):
         self.place, self.first = place, SimpleNamespace(ready=SimpleNamespace(remote=lambda: Task(self, None)))
-        self.machine = 0
+        self.machine, self.made = 0, []
+        self.workers.append(self)
 
-    def make(self, *job):
+    def make(self, options, folder, suffix):
+        self.made.append(folder.name)
         return Task(self, self.answers.pop(0))
 
     def kill(self):
@@ -448,6 +507,16 @@ def test_a_group_whose_processes_may_be_out_of_step(monkeypatch, tmp_path):
     made, refused = drive(SimulatedRay([{"CPU": 1.0}] * 2), 5, {"CPU": 1.0}, monkeypatch, tmp_path, hosts=2)
     assert made == ["line-0", "line-3", "line-4"] and refused == {"line-1": "KeyError: 'x'", "line-2": "no"}
     assert len(StandInGroup.killed) == 2
+
+
+def test_a_queue_goes_where_its_programs_are_compiled(monkeypatch, tmp_path):
+    """Two workers, and lines of two shapes in turn: each worker makes those of one."""
+    monkeypatch.setattr(serve, "Group", StandInGroup)
+    monkeypatch.setattr(StandInGroup, "answers", [(b"video", {})] * 6)
+    monkeypatch.setattr(StandInGroup, "workers", [])
+    made, _ = drive(SimulatedRay([{"CPU": 1.0}] * 2), 6, {"CPU": 1.0}, monkeypatch, tmp_path, shapes="ab")
+    assert made == [f"line-{i}" for i in range(6)]
+    assert [each.made for each in StandInGroup.workers] == [[f"line-{i + j}" for i in (0, 2, 4)] for j in (0, 1)]
 
 
 def host(slice_name, number, topology="4x4", chips=4):
