@@ -6,7 +6,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Self, cast
@@ -290,20 +290,31 @@ class OpenModel:
         limit = memory_limit(self.mesh)
         if limit is None or not self.profiling.jit:
             return
-        held = 0
-        for stage, programs in stages:
-            held_before = held
-            for program, (weights, *others), _ in programs:
-                yield from self.preparing(program, weights, *others)
-                memory = self._compiled.get(program).prepare(weights, *others).memory_analysis()
-                if memory is not None and (needed := bytes_needed(memory)) + held > limit:
-                    beside = f" beside {held / GIB:.2f} GiB of other weights" if held else ""
-                    raise InputError(
-                        f"the {program.name} needs {needed / GIB:.2f} GiB on each device{beside}, which has "
-                        f"{limit / GIB:.2f} GiB. {MEMORY_ADVICE[stage]}"
-                    )
-                held += bytes_per_device(weights)
-            held = held if keep else held_before
+        for stage, program, args, held in _with_weights_held(stages, keep):
+            yield from self.preparing(program, *args)
+            needed = self._bytes_needed(program, args)
+            if needed + held > limit:
+                beside = f" beside {held / GIB:.2f} GiB of other weights" if held else ""
+                raise InputError(
+                    f"the {program.name} needs {needed / GIB:.2f} GiB on each device{beside}, which has "
+                    f"{limit / GIB:.2f} GiB. {MEMORY_ADVICE[stage]}"
+                )
+
+    def memory_needed(self, stages: Iterable[tuple[str, Sequence[ProgramCall]]], *, keep: bool = True) -> int:
+        """The most bytes on each device that programs need beside the weights that are held, as the compiler says.
+
+        Programs that are not compiled count as their weights. Arguments as for `checking_memory`.
+        """
+        needed = [0]
+        for _, program, args, held in _with_weights_held(stages, keep):
+            is_ready = self._compiled.get(program).is_ready(*args)
+            own = self._bytes_needed(program, args) if is_ready else bytes_per_device(args[0])
+            needed.append(own + held)
+        return max(needed)
+
+    def _bytes_needed(self, program: Program, args: Sequence[Any]) -> int:
+        memory = self._compiled.get(program).prepare(*args).memory_analysis()
+        return 0 if memory is None else bytes_needed(memory)
 
     def program(self, program: Program) -> CompiledProgram:
         """The program with what was compiled of it."""
@@ -375,6 +386,19 @@ class OpenModel:
         """What to do about NaN in the latents."""
         sound = "float32 holds what a sound checkpoint computes: download it again and convert it again."
         return sound if self.dtype == "float32" else ""
+
+
+def _with_weights_held(
+    stages: Iterable[tuple[str, Sequence[ProgramCall]]], keep: bool
+) -> Iterator[tuple[str, Program, tuple[Any, ...], int]]:
+    """Stage, program and arguments of each program, and the bytes of other weights that lie on a device meanwhile."""
+    held = 0
+    for stage, programs in stages:
+        held_before = held
+        for program, args, _ in programs:
+            yield stage, program, args, held
+            held += bytes_per_device(args[0])
+        held = held if keep else held_before
 
 
 @cache

@@ -309,7 +309,7 @@ class Api:
         return JSONResponse(await run_in_threadpool(self._estimate, values, files))
 
     def _estimate(self, values: dict[str, Any], files: Mapping[str, UploadFile]) -> dict[str, Any]:
-        """Seconds by the steps of the last video of the same shape, and the bytes of weights and latents."""
+        """Seconds and memory by the last video of the same shape; before the first, the bytes of the weights."""
         from cogvideox_flax.generate.open_model import abstract_weights
         from cogvideox_flax.runtime.devices import bytes_per_device
 
@@ -317,6 +317,7 @@ class Api:
         _, model, runs = self.forms.resolve(values, files, {}, is_estimate=True)
         (_, run), *_ = runs
         step = self.worker.step_seconds(model, run)
+        memory = self.worker.memory_bytes(model, run)
         weights = [
             bytes_per_device(abstract_weights(run.manifest, name, run.dtype, None)) for name in run.model.components
         ]
@@ -325,7 +326,8 @@ class Api:
             "model": model,
             **_facts(run),
             "seconds": None if step is None else round(step * run.num_steps * len(runs), 1),
-            "memory_bytes": sum(weights),
+            "memory_bytes": sum(weights) if memory is None else memory,
+            "memory_of": "weights" if memory is None else "programs",
             "compile": not self.worker.is_compiled(model, run),
         }
 

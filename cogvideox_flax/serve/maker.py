@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cogvideox_flax.serve.fields import MEDIA_FIELDS
+from cogvideox_flax.serve.matching import programs_of
 
 if typing.TYPE_CHECKING:
     from cogvideox_flax.generate.events import Event, Events
@@ -97,6 +98,7 @@ class Maker:
     def __init__(self, models: Mapping[str, ServedModel], dtypes: Mapping[str, str], *, progress: bool):
         self.models, self.dtypes, self.show_progress = models, dtypes, progress
         self._open: dict[str, tuple[Pipeline, bool]] = {}
+        self._memory: dict[tuple[str, str], int] = {}  # by model and programs
 
     def pipeline(self, name: str) -> tuple[Pipeline, bool]:
         """A model, opened, and whether all of it fits at once. Others are closed where they do not fit beside it."""
@@ -157,10 +159,21 @@ class Maker:
             {
                 "recipe": recipe,
                 "speed": [speed_key(name, run), step_seconds],
+                "memory_bytes": self._memory_of(name, pipe, run, keep=fits),
                 "stage_durations": {stage: round(seconds, 3) for stage, seconds in clock.seconds.items()},
                 "peak_memory_mb": None if peak is None else round(peak / 2**20, 1),
             },
         )
+
+    def _memory_of(self, name: str, pipe: Pipeline, run: Run, *, keep: bool) -> int:
+        """The bytes that a run needed on each device, by its compiled programs."""
+        from cogvideox_flax.generate.request import STAGES
+
+        key = name, programs_of(run)
+        if key not in self._memory:
+            stages = ((stage, run.abstract(stage, pipe.mesh)) for stage in STAGES)
+            self._memory[key] = pipe.memory_needed(stages, keep=keep)
+        return self._memory[key]
 
 
 def _until(events: Events[None], is_stopped: Callable[[], bool]) -> Events[None]:

@@ -177,6 +177,13 @@ class Worker(threading.Thread):
         speeds = [record.facts.get("speed") or ["", None] for record in self.jobs.all()]
         return next((seconds for of, seconds in reversed(speeds) if of == key and seconds is not None), None)
 
+    def memory_bytes(self, model: str, run: Run) -> int | None:
+        """The bytes on each device by the last video of the same programs in the gallery; None: there is none."""
+        programs = programs_of(run)
+        facts = [record.facts for record in self.jobs.all() if record.model == model]
+        known = (each.get("memory_bytes") for each in reversed(facts) if each.get("programs") == programs)
+        return next(filter(None, known), None)
+
     def is_compiled(self, model: str, run: Run) -> bool:
         """Whether a video by the same programs was made since the server started."""
         return (model, programs_of(run)) in self._compiled

@@ -280,7 +280,10 @@ def test_a_recipe_out_of_a_video(server, made):
 
 def test_an_estimate_knows_earlier_videos(server, made):
     answer = server.client.post("/v1/videos/estimate", json={"prompt": "x", "num_inference_steps": 50}).json()
-    assert answer["seconds"] > 0 and answer["memory_bytes"] > 10**6 and not answer["compile"]
+    assert answer["seconds"] > 0 and not answer["compile"]
+    other = server.client.post("/v1/videos/estimate", json={"prompt": "x", "guidance_scale": 1}).json()
+    assert (answer["memory_of"], other["memory_of"]) == ("programs", "weights") and other["compile"]
+    assert answer["memory_bytes"] > other["memory_bytes"] > 10**6
     assert server.client.post("/v1/videos/estimate", json={"prompt": "x", "height": 17}).status_code == 422
 
 

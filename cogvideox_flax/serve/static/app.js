@@ -69,11 +69,11 @@ async function estimate() {
   }
 }
 
-function forecast({ seconds, memory_bytes, compile, width, height, num_frames, fps, num_inference_steps }) {
+function forecast({ seconds, memory_bytes, memory_of, compile, width, height, num_frames, fps, num_inference_steps }) {
   const length = (num_frames / fps).toFixed(1);
   const time = seconds === null ? "time not known before a first video of this shape" : `about ${duration(seconds)}`;
   const what = `${width}×${height}, ${plural(num_frames, "frame")} (${length} s at ${fps} fps), ${plural(num_inference_steps, "step")}`;
-  return `${what}: ${time}, ${bytes(memory_bytes)} of weights${compile ? "; compiles first" : ""}`;
+  return `${what}: ${time}, ${bytes(memory_bytes)} of ${memory_of === "weights" ? "weights alone" : "memory"}${compile ? "; compiles first" : ""}`;
 }
 
 byId("form").addEventListener("submit", async (event) => {
