@@ -9,8 +9,8 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -212,22 +212,51 @@ class Api:
             if earlier[0].client["body"] != body:
                 raise ApiError(422, "idempotency_conflict", "this Idempotency-Key came with another body before")
             return self._created(earlier, 200, {"idempotency-replayed": "true"})
-        if (extended := client.get("extends")) is not None:
-            if (record := self.jobs.get(extended)) is None:
-                raise ApiError(404, "not_found", "there is no such video", [("video", "")])
-            frame = {"model": record.model, "input_reference": {"file_id": self._last_frame(record)}}
-            values = frame | {name: value for name, value in values.items() if name != "video"}
-        wanted, model, runs = self.forms.resolve(values, files, base)
-        waiting = sum(not record.is_over for record in self.jobs.all())
-        if waiting + len(runs) > self.max_queue:
-            raise ApiError(429, "queue_full", f"{waiting} jobs wait; try again later", retry_after=30)
-        client = {"key": key, "body": body, "metadata": wanted.metadata, **client}
-        records = []
-        for options, run in runs:
-            facts = _facts(run) | {"programs": programs_of(run)}
-            records.append(record := self.jobs.add(model, options, facts, **client))
-            self.events.publish("queued", record.id)
+        with self._receiving() as own:
+            if (extended := client.get("extends")) is not None:
+                if (record := self.jobs.get(extended)) is None:
+                    raise ApiError(404, "not_found", "there is no such video", [("video", "")])
+                own.append(self._last_frame(record))
+                frame = {"model": record.model, "input_reference": {"file_id": own[0]}}
+                values = frame | {name: value for name, value in values.items() if name != "video"}
+            wanted, model, runs = self.forms.resolve(values, files, base, own)
+            waiting = sum(not record.is_over for record in self.jobs.all())
+            if waiting + len(runs) > self.max_queue:
+                raise ApiError(429, "queue_full", f"{waiting} jobs wait; try again later", retry_after=30)
+            client = {"key": key, "body": body, "metadata": wanted.metadata, **client}
+            records = self._add(model, runs, client)
+            own.clear()  # they are the jobs'
         return self._created(records, 202, {})
+
+    @contextmanager
+    def _receiving(self) -> Iterator[list[str]]:
+        """A list for the ids of uploads that a request brings; those that are in it at the end are removed."""
+        own: list[str] = []
+        try:
+            yield own
+        finally:
+            for file_id in own:
+                self.uploads.remove(file_id)
+
+    def _add(
+        self, model: str, runs: Sequence[tuple[dict[str, Any], Run]], client: Mapping[str, Any]
+    ) -> list[JobRecord]:
+        """Queue all videos of a request, or none."""
+        records: list[JobRecord] = []
+        try:
+            for options, run in runs:
+                facts = _facts(run) | {"programs": programs_of(run)}
+                records.append(record := self.jobs.add(model, options, facts, **client))
+                self.events.publish("queued", record.id)
+        except BaseException:
+            for record in records:
+                self._remove(record)
+            raise
+        return records
+
+    def _remove(self, record: JobRecord) -> None:
+        self.jobs.remove(record.id)
+        self.events.publish("deleted", record.id)
 
     def _of_key(self, key: str) -> list[JobRecord]:
         since = time.time() - KEEP_KEYS_S
@@ -314,7 +343,8 @@ class Api:
         from cogvideox_flax.runtime.devices import bytes_per_device
 
         self._check_ready()
-        _, model, runs = self.forms.resolve(values, files, {}, is_estimate=True)
+        with self._receiving() as own:
+            _, model, runs = self.forms.resolve(values, files, {}, own)
         (_, run), *_ = runs
         step = self.worker.step_seconds(model, run)
         memory = self.worker.memory_bytes(model, run)
@@ -342,8 +372,7 @@ class Api:
 
     async def delete(self, request: Request) -> Response:
         record = self._record(request)
-        await run_in_threadpool(self.jobs.remove, record.id)
-        self.events.publish("deleted", record.id)
+        await run_in_threadpool(self._remove, record)
         return JSONResponse({"id": record.id, "object": "video.deleted", "deleted": True})
 
     async def content(self, request: Request) -> Response:

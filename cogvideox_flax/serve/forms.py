@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -126,9 +126,13 @@ class Forms:
         values: Mapping[str, Any],
         files: Mapping[str, UploadFile],
         base: Mapping[str, Any],
-        is_estimate: bool = False,
+        own: list[str],
     ) -> tuple[CreateRequest, str, list[tuple[dict[str, Any], Run]]]:
         """Read a request, and return it, its model, and the options and the run of each of its videos.
+
+        Args:
+            base: options that stand where the request says nothing.
+            own: gets the ids of the files that the request brings, also where it fails.
 
         Raises:
             ApiError: with every field that cannot be served.
@@ -136,15 +140,12 @@ class Forms:
         left_out = {api_names().get(name, name) for name, value in values.items() if value is None}
         values = {name: value for name, value in values.items() if value is not None}
         base = {name: value for name, value in base.items() if name not in left_out}
-        own: list[str] = []
         try:
             wanted = read_fields({**values, **files}, partial(self._media, own), self._adapter, base)
         except FieldError as e:
-            self._remove(own)
             raise ApiError(422, "invalid_value", str(e), e.faults) from e
         model = wanted.model or base.get("model") or self._made_by(wanted) or next(iter(self.worker.models))
         if model not in self.worker.models:
-            self._remove(own)
             known = ", ".join(self.worker.models)
             message = f"there is no model {model[:100]!r} here; there are: {known}"
             raise ApiError(404, "model_not_found", message, [("model", message)])
@@ -157,13 +158,10 @@ class Forms:
             run = self.worker.resolve(model, options)
             runs = [(options | {"seed": one.request.seed}, one) for one in run.varied(num_videos=wanted.n).seeds()]
         except InputError as e:
-            self._remove(own)
             message = self.worker.without_paths(str(e))
             faults = _faults_of(message)
             is_input = any(field in MEDIA_FIELDS.values() for field, _ in faults)
             raise ApiError(422, "unsupported_input" if is_input else "invalid_value", message, faults) from e
-        if is_estimate:
-            self._remove(own)
         return wanted, model, runs
 
     def _release(self, model: str) -> str:
@@ -182,11 +180,6 @@ class Forms:
         if other := [f"{name} {value}" for name, value in wanted.made_by.items() if value != here[name]]:
             message = f"the recipe is of {' and '.join(other)}; {model} here is {here['release']} in {here['dtype']}"
             raise ApiError(422, "invalid_value", message, [("recipe", message)])
-
-    def _remove(self, uploads: Sequence[str]) -> None:
-        """Remove the files that came with a request which makes no video."""
-        for file_id in uploads:
-            self.uploads.remove(file_id)
 
     def _frames(self, model: str, seconds: float, fps: int | None) -> int:
         """The count of frames that is nearest to a length."""

@@ -217,7 +217,8 @@ class Group:
             with suppress(self.ray.exceptions.RayError):  # it is gone
                 self.ray.kill(actor, no_restart=True)
         if self.placement is not None:
-            self.ray.util.remove_placement_group(self.placement)
+            with suppress(self.ray.exceptions.RayError):  # so is the cluster
+                self.ray.util.remove_placement_group(self.placement)
 
 
 def actor_options(needs: Mapping[str, float]) -> dict[str, Any]:

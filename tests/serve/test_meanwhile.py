@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import io
+import json
 import shutil
 import threading
 import time
@@ -34,7 +35,8 @@ def api(tmp_path):
     """The API over a folder with a video that is made; nobody makes others."""
     with JobFolder(tmp_path / "jobs") as jobs:
         events = EventLog(tmp_path / "next-event")
-        worker = Worker(jobs, [ServedModel("embedded", None)], events, progress=False)
+        models = [ServedModel("embedded", None), ServedModel("embedded-image-to-video", "embedded-image-to-video")]
+        worker = Worker(jobs, models, events, progress=False)
         worker.ready.set()
         yield Api(jobs, worker, events, Uploads(tmp_path / "files"), adapters=tmp_path / "adapters", max_queue=9)
 
@@ -140,6 +142,54 @@ def test_a_full_queue(api):
     api.worker._look()
     answers = [client(api).post("/v1/videos", json={"prompt": "x"}) for _ in range(2)]
     assert [answer.status_code for answer in answers] == [202, 429] and answers[1].headers["retry-after"]
+
+
+def image():
+    Image.new("RGB", (64, 64)).save(data := io.BytesIO(), "PNG")
+    return data.getvalue()
+
+
+@pytest.mark.parametrize("why", ["other recipe", "full queue", "full disk", "full disk later"])
+def test_a_request_that_fails_leaves_no_files_and_no_jobs(api, why, monkeypatch):
+    """Its images are removed, and of several videos none is made."""
+    api.worker._look()
+    fields, before = {"prompt": "x", "n": "2", "model": "embedded-image-to-video"}, len(api.jobs.all())
+    if why == "other recipe":
+        fields["recipe"] = json.dumps({"release": "another", "prompt": "x", "seed": 1})
+    if why == "full queue":
+        api.max_queue = before
+    if why == "full disk":  # while the second of two images is written
+        add, copies = api.uploads.add, []
+
+        def add_one(name, source):
+            if copies:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            copies.append(name)
+            return add(name, source)
+
+        monkeypatch.setattr(api.uploads, "add", add_one)
+    if why == "full disk later":
+        add_job, added = api.jobs.add, []
+
+        def add(*args, **how):
+            if added:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            added.append(add_job(*args, **how))
+            return added[0]
+
+        monkeypatch.setattr(api.jobs, "add", add)
+    files = {"image": ("a.png", image())} | ({"last_image": ("b.png", image())} if why == "full disk" else {})
+    answer = client(api).post("/v1/videos", data=fields, files=files)
+    assert answer.status_code == {"other recipe": 422, "full queue": 429}.get(why, 507), answer.text
+    assert not list(api.uploads.folder.glob("*")) and len(api.jobs.all()) == before
+
+
+def test_a_clip_that_cannot_be_continued_leaves_no_frame(api, video):
+    api.worker._look()
+    body = {"video": {"id": video.id}, "prompt": "x"}
+    answer = client(api).post("/v1/videos/extensions", json=body)
+    assert answer.status_code == 422 and "takes no image" in answer.text
+    assert not list(api.uploads.folder.glob("*"))
 
 
 def test_a_queue_survives_what_cannot_be_written(api, tmp_path, monkeypatch):
