@@ -36,10 +36,13 @@ class UploadedFile:
 
 
 class Uploads:
-    """The files of a gallery."""
+    """The files of a gallery. What a server that was killed did not receive whole is removed."""
 
     def __init__(self, folder: Path):
         self.folder = folder
+        for own in folder.glob("file_*"):
+            if not (own / FACTS).exists():
+                shutil.rmtree(own, ignore_errors=True)
 
     def add(self, filename: str, source: BinaryIO | bytes) -> UploadedFile:
         """Keep a file, and look at it.

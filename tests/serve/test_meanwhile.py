@@ -118,6 +118,13 @@ def test_a_file_that_is_removed_while_it_is_sent_is_sent_whole(api, video, what)
     assert sent[0]["status"] == (206 if what == "part" else 200)
 
 
+def test_an_upload_that_was_cut_is_removed_at_the_next_start(tmp_path):
+    whole = Uploads(tmp_path).add("a.png", image())
+    (tmp_path / "file_cut").mkdir()
+    (tmp_path / "file_cut" / "data").write_bytes(b"the first bytes")
+    assert Uploads(tmp_path).get(whole.id) == whole and [path.name for path in tmp_path.iterdir()] == [whole.id]
+
+
 def test_an_upload_is_removed_when_it_is_to_be_sent(api, video, monkeypatch):
     file = api.uploads.add("a.mp4", api.jobs.path(video.id, VIDEO).read_bytes())
     get = api.uploads.get
