@@ -26,7 +26,7 @@ from cogvideox_flax.models.denoiser import Features, Tokens
 from cogvideox_flax.models.sizes import Size, SizeRule
 from cogvideox_flax.nn import quantized
 from cogvideox_flax.nn.remat import Remat
-from cogvideox_flax.schedulers import Scheduler
+from cogvideox_flax.schedulers import Scheduler, TimestepLaw
 from cogvideox_flax.sharding import ParameterRows
 
 Configs = Mapping[str, Any]
@@ -151,6 +151,19 @@ class Release:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TrainingRecipe:
+    """How the releases of a family were trained, which is what fine-tuning does by default.
+
+    Attributes:
+        timesteps: the law of the timesteps.
+        source: where it is published.
+    """
+
+    timesteps: TimestepLaw = field(default_factory=TimestepLaw)
+    source: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Distillation:
     """An adapter that was trained to make videos in a few steps, and the settings that it was trained for.
 
@@ -263,6 +276,7 @@ class VideoModel(ABC):
         distillations: the known adapters for a few steps.
         teacache: release -> the coefficients that were published for TeaCache, that of the highest power first.
         license: one line about the weights' license, printed when they are downloaded; None: there is nothing to say.
+        recipe: how its releases were trained.
 
     Attributes:
         configs: of the checkpoint's components, of the "scheduler" and the "tokenizer".
@@ -282,6 +296,7 @@ class VideoModel(ABC):
     distillations: ClassVar[Sequence[Distillation]] = ()
     teacache: ClassVar[Mapping[str, tuple[float, ...]]] = {}
     license: ClassVar[str | None] = None
+    recipe: ClassVar[TrainingRecipe] = TrainingRecipe()
 
     def __init_subclass__(cls) -> None:
         """Name the denoiser and the decoder: the first component of each stage."""

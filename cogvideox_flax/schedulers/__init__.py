@@ -27,6 +27,7 @@ from cogvideox_flax.schedulers.solvers import (
     LCMScheduler,
     UniPCScheduler,
 )
+from cogvideox_flax.schedulers.timestep_law import TimestepLaw
 
 _DIFFUSION = (
     DDIMScheduler,
@@ -61,4 +62,5 @@ __all__ = [
     "OneStepScheduler",
     "Scheduler",
     "StepTable",
+    "TimestepLaw",
 ]

@@ -201,6 +201,10 @@ class Scheduler:
         """Noise clean latents to `timestep` (one for all, or one per item), in float32; the dtype does not change."""
         raise NotImplementedError
 
+    def training_timesteps(self, shares: Float32[Array, " B"]) -> Int32[Array, " B"] | Float32[Array, " B"]:
+        """The timesteps at these shares, 0 to 1, of the noise schedule: whole numbers."""
+        return (shares * self.num_train_timesteps).astype(jnp.int32).clip(0, self.num_train_timesteps - 1)
+
     def start_from(
         self, latents: Float[Array, "B ..."], noise: Float[Array, "B ..."], timestep: int | Int[Array, ""]
     ) -> Float[Array, "B ..."]:

@@ -101,6 +101,9 @@ class FlowMatchScheduler(Scheduler):
         """What a step from one noise level to another does; tables that are left out are zero."""
         return {"from_sample": there / here, "from_x0": 1 - there / here}
 
+    def training_timesteps(self, shares: Float32[Array, " B"]) -> Float32[Array, " B"]:
+        return shares * self.num_train_timesteps
+
     def add_noise(
         self, sample: Float[Array, "B ..."], noise: Float[Array, "B ..."], timestep: float | Float[Array, "*B"]
     ) -> Float[Array, "B ..."]:

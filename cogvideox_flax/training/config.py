@@ -34,8 +34,9 @@ from typing import Any
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.paths import check_kind, expand_user
-from cogvideox_flax.io.values import MAX_FLOAT32, faults_of, is_count, short_repr, typed
+from cogvideox_flax.io.values import MAX_FLOAT32, faults_of, is_count, is_finite_number, short_repr, typed
 from cogvideox_flax.nn.remat import Remat
+from cogvideox_flax.schedulers.timestep_law import LAWS
 
 METHODS = ("lora", "full")
 OPTIMIZERS = ("adamw", "muon")
@@ -164,6 +165,21 @@ class LoRAConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TimestepConfig:
+    """The distribution of the timesteps that are trained at. What is left out is as the release was trained.
+
+    law: "uniform"; "logit_normal", most of them in the middle of the noise schedule; or "mode".
+    mean, std: of the normal distribution of "logit_normal"; a higher mean is more noise.
+    shift: above 1, more of the timesteps are at high noise.
+    """
+
+    law: str | None = None
+    mean: float | None = None
+    std: float | None = None
+    shift: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class SampleConfig:
     """Videos generated while training, on a contact sheet with a row per prompt.
 
@@ -227,6 +243,7 @@ class TrainingConfig:
     caption_dropout: float = 0.1
     remat: Remat = True
     lora: LoRAConfig = field(default_factory=LoRAConfig)
+    timesteps: TimestepConfig = field(default_factory=TimestepConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     loop: LoopTable
@@ -240,6 +257,7 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         lora, accumulate = self.lora, self.trainer.accumulate  # `trainer` checks the seed
+        law, mean, std, shift = (getattr(self.timesteps, name) for name in ("law", "mean", "std", "shift"))
         require(
             self,
             ("method", self.method in METHODS, " or ".join(METHODS)),
@@ -249,6 +267,10 @@ class TrainingConfig:
             ("lora.rank", lora.rank is None or is_count(lora.rank, MAX_RANK), f"1 to {MAX_RANK}"),
             ("lora.init", lora.init is None or self.method == "lora", 'none, with method "full"'),
             ("lora.alpha", lora.alpha is None or 0 < lora.alpha <= MAX_FLOAT32, "a finite number above 0"),
+            ("timesteps.law", law is None or law in LAWS, " or ".join(LAWS)),
+            ("timesteps.mean", mean is None or is_finite_number(mean), "a finite number"),
+            ("timesteps.std", std is None or 0 < std <= MAX_FLOAT32, "a finite number above 0"),
+            ("timesteps.shift", shift is None or 0 < shift <= MAX_FLOAT32, "a finite number above 0"),
             ("sample.every", is_count(self.sample.every, MAX_COUNT), COUNT),
             ("sample.frames", is_count(self.sample.frames, MAX_COUNT), COUNT),
             ("validation.clips", 0 <= self.validation.clips <= MAX_COUNT, f"0 to {MAX_COUNT}"),

@@ -37,6 +37,7 @@ from cogvideox_flax.models.denoiser import Features
 from cogvideox_flax.runtime.global_arrays import fetch_on_first
 from cogvideox_flax.runtime.multihost import hosts
 from cogvideox_flax.runtime.settings import own_settings
+from cogvideox_flax.schedulers import TimestepLaw
 from cogvideox_flax.training.job import RECORD_FILE, FinetuneJob
 from cogvideox_flax.training.latent_cache import LatentCache
 from cogvideox_flax.training.loop import METRICS_FILE, Trainer, Validation, match_run
@@ -169,7 +170,7 @@ def _loss(
     def denoiser(x: Array, t: Array) -> Array:
         return job.model.predict(model, x, text, t, remat=job.config.remat)
 
-    return velocity_loss(denoiser, latents, noise_key, job.model.scheduler())
+    return velocity_loss(denoiser, latents, noise_key, job.model.scheduler(), job.timesteps)
 
 
 def _made_of(job: FinetuneJob, pipe: Pipeline) -> dict[str, Any]:
@@ -179,6 +180,7 @@ def _made_of(job: FinetuneJob, pipe: Pipeline) -> dict[str, Any]:
         "method": config.method,
         "batch": config.batch,
         "caption_dropout": config.caption_dropout,
+        "timesteps": None if job.timesteps == TimestepLaw() else vars(job.timesteps),
         **({"lora": job.made_of_lora} if config.method == "lora" else {}),
         "clips": job.clips_fingerprint,
         "held out": len(job.held_out) or None,

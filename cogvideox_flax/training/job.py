@@ -30,6 +30,7 @@ from cogvideox_flax.models.model import VideoModel
 from cogvideox_flax.models.sizes import Size
 from cogvideox_flax.runtime.multihost import hosts
 from cogvideox_flax.runtime.settings import random_key
+from cogvideox_flax.schedulers import TimestepLaw
 from cogvideox_flax.training.clips import Clip, clip_contents, clips_fingerprint, find_clips
 from cogvideox_flax.training.config import TrainingConfig, config_json, config_of_json, read_config, require
 from cogvideox_flax.training.metrics import check_tensorboard
@@ -86,6 +87,12 @@ class FinetuneJob:
     @property
     def model(self) -> VideoModel:
         return self.manifest.model
+
+    @property
+    def timesteps(self) -> TimestepLaw:
+        """The law of the timesteps: that of the settings, and where they say nothing the model's own."""
+        stated = {name: value for name, value in vars(self.config.timesteps).items() if value is not None}
+        return dataclasses.replace(self.model.recipe.timesteps, **stated)
 
     @property
     def tokens(self) -> int:

@@ -9,14 +9,14 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int32, Key, PyTree, Shaped
+from jaxtyping import Array, Bool, Float, Float32, Key, Num, PyTree, Shaped
 
 from cogvideox_flax.models.codec import LatentStatistics
 from cogvideox_flax.schedulers import Scheduler
 from cogvideox_flax.training.metrics import Mean
 
 Metrics = dict[str, Float32[Array, ""] | Mean]
-Denoiser = Callable[[Float[Array, "B T H W C"], Int32[Array, " B"]], Float32[Array, "B T H W C"]]
+Denoiser = Callable[[Float[Array, "B T H W C"], Num[Array, " B"]], Float32[Array, "B T H W C"]]
 
 
 def velocity_loss(
@@ -37,8 +37,8 @@ def velocity_loss(
         latents: clean, scaled as the scheduler sees them.
         key: of the noise and the timesteps.
         scheduler: of the noise schedule. Timesteps are stratified: one from each of B equal parts of the whole range.
-        timestep_warp: uniform numbers in [0, 1) -> the timesteps' shares of the whole range, to sample some of them
-            more often; None samples uniformly, as the released training code does.
+        timestep_warp: uniform numbers in [0, 1) -> the timesteps' shares of the whole range, such as a `TimestepLaw`;
+            None samples uniformly.
         weights: relative weights of the squared errors of the latent pixels; None: all the same.
 
     Returns:
@@ -50,8 +50,7 @@ def velocity_loss(
     # Stratified timesteps have less variance than independent ones.
     u = (jnp.arange(batch) + jax.random.uniform(time_key, (batch,))) / batch
     u = u if timestep_warp is None else timestep_warp(u)
-    t = jax.random.permutation(permutation_key, (u * scheduler.num_train_timesteps).astype(jnp.int32))
-    t = t.clip(0, scheduler.num_train_timesteps - 1)
+    t = jax.random.permutation(permutation_key, scheduler.training_timesteps(u))
 
     latents = latents.astype(jnp.float32)
     noise = jax.random.normal(noise_key, latents.shape)

@@ -27,6 +27,7 @@ from cogvideox_flax.io.tensor_file import TensorFile
 from cogvideox_flax.io.video import read_video, save_video
 from cogvideox_flax.lora import EMBEDDED_ADAPTERS, FILE_NAME, describe_lora, save_lora
 from cogvideox_flax.models.cogvideox.model import CogVideoX
+from cogvideox_flax.schedulers import TimestepLaw
 from cogvideox_flax.training import finetune as finetuning
 from cogvideox_flax.training import job as job_module
 from cogvideox_flax.training import prepare, snapshots
@@ -36,6 +37,7 @@ from cogvideox_flax.training.job import RECORD_FILE, check
 from cogvideox_flax.training.loop import Trainer
 from cogvideox_flax.training.metrics import read_metrics
 from cogvideox_flax.training.step import TrainState
+from tests.support import hunyuan_layout
 from tests.support.commands import tree
 from tests.support.media import CAPTION, make_clips
 from tests.support.reference import make_transformer, save_layout
@@ -292,6 +294,25 @@ def test_words_that_are_learned_are_no_news(write, clips, tmp_path, caplog):
     assert not [message for message in caplog.messages if "panda" in message or "the model shows" in message]
 
 
+def test_the_law_of_the_timesteps(write, tmp_path, home):
+    """It is the release's but for what the settings say, and part of what a run is made of."""
+    assert check(read_config(write())).timesteps == TimestepLaw()
+    config = read_config(write(CONFIG + '[timesteps]\nlaw = "logit_normal"\nmean = -0.5\n'))
+    job = check(config)
+    assert job.timesteps == TimestepLaw(law="logit_normal", mean=-0.5)
+    assert finetune(job, stop_after=lambda done: done == 2, progress=False) is None
+    with pytest.raises(InputError, match=r"timesteps: there .*logit_normal.*, now None"):
+        finetune(check(read_config(write())), progress=False)
+    assert finetune(check(config), progress=False) is not None
+    lines = read_metrics(tmp_path / "run" / "training" / "metrics.jsonl")
+    finetune(check(dataclasses.replace(config, out=tmp_path / "whole")), progress=False)
+    whole = read_metrics(tmp_path / "whole" / "training" / "metrics.jsonl")
+    assert [line["loss"] for line in lines if "loss" in line] == [line["loss"] for line in whole if "loss" in line]
+    model = hunyuan_layout.save_layout(tmp_path / "hf")
+    job = check(read_config(write(CONFIG + "[timesteps]\nstd = 2\n", model=model)))
+    assert job.timesteps == TimestepLaw(law="logit_normal", std=2.0, shift=3.0, margin=1e-5)
+
+
 def test_clips_that_are_held_out(write, tmp_path, clips, caplog):
     config = read_config(write(CONFIG + "[validation]\nclips = 2\nevery = 3\n"))
     job = check(config)
@@ -489,6 +510,8 @@ def test_all_faults_of_a_configuration_in_one_message(write):
         ({"method": "dora"}, "method: got 'dora', expected lora or full"),
         ({"batch": 3}, "batch: got 3, expected a multiple of loop.accumulate, 2"),
         ({"caption_dropout": 1.5}, "caption_dropout"),
+        ({"timesteps.law": "lognorm"}, "timesteps.law: got 'lognorm', expected uniform or logit_normal or mode"),
+        ({"timesteps.std": 0.0}, "timesteps.std: got 0.0, expected a finite number above 0"),
         ({"lora.targets": ("q", "w")}, "expected some of q, k, v"),
         ({"loop.steps": 0}, "steps: got 0"),
         ({"optimizer.learning_rate": -1.0}, "learning_rate"),

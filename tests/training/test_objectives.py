@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from cogvideox_flax.models.codec import LatentStatistics
-from cogvideox_flax.schedulers import DDIMScheduler
+from cogvideox_flax.models.cogvideox.model import CogVideoX
+from cogvideox_flax.models.hunyuan_video15.model import HunyuanVideo15
+from cogvideox_flax.schedulers import DDIMScheduler, FlowMatchConfig, FlowMatchScheduler, TimestepLaw
 from cogvideox_flax.schedulers.config import SchedulerConfig
 from cogvideox_flax.training.config import LoopConfig
 from cogvideox_flax.training.loop import Trainer
@@ -36,6 +38,59 @@ def test_v_prediction_is_the_reference_target():
     assert sorted(seen["t"] * 6 // 1000) == list(range(6))  # one timestep in each sixth
     halves = [float(np.square(target[seen["t"] >= 500]).mean()), float(np.square(target[seen["t"] < 500]).mean())]
     assert [float(logged["loss_noisy"]), float(logged["loss_clean"])] == pytest.approx(halves, rel=1e-4)
+
+
+def loss_and_timesteps(latents, scheduler, law):
+    """With a denoiser that gives zero; also what it saw."""
+    seen = {}
+
+    def denoiser(x, t):
+        seen.update(x=np.asarray(x), t=np.asarray(t))
+        return jnp.zeros_like(x)
+
+    return float(velocity_loss(denoiser, latents, jax.random.key(1), scheduler, law)[0]), seen["t"], seen["x"]
+
+
+def test_hunyuan_video_is_trained_as_its_release():
+    """Tencent's train.py: a logit-normal law within a margin, then shift 3; timesteps are not rounded."""
+    u = torch.linspace(0, 1, 1002, dtype=torch.float64)[1:-1]
+    t = 1 / (1 + torch.exp(-torch.special.ndtri(u))) * (1 - 2e-5) + 1e-5
+    law = HunyuanVideo15.recipe.timesteps
+    np.testing.assert_allclose(law(jnp.asarray(u.numpy(), jnp.float32)), 3 * t / (1 + 2 * t), rtol=2e-5)
+    ends = law(jnp.array([0.0, 1.0]))
+    np.testing.assert_allclose(ends, [3e-5, 1 - 1e-5 / 3], rtol=1e-4)
+    latents = np.random.default_rng(0).normal(size=(6, 2, 4, 4, 16)).astype(np.float32)
+    loss, t, x = loss_and_timesteps(latents, FlowMatchScheduler(FlowMatchConfig(shift=9.0)), law)
+    noise = np.asarray(jax.random.normal(jax.random.split(jax.random.key(1), 3)[0], latents.shape))
+    s = (t / 1000).reshape(-1, 1, 1, 1, 1)
+    np.testing.assert_allclose(x, (1 - s) * latents + s * noise, atol=1e-6)
+    assert loss == pytest.approx(float(np.square(noise - latents).mean()), rel=1e-5)
+    quantiles = 1000 * np.asarray(law(jnp.arange(7) / 6))
+    assert (np.digitize(np.sort(t), quantiles) == np.arange(1, 7)).all(), "one timestep in each sixth of the law"
+    assert (t != t.astype(int)).all()
+
+
+def test_cogvideox_is_trained_at_uniform_whole_timesteps():
+    latents, scheduler = np.ones((6, 1, 2, 2, 16), np.float32), DDIMScheduler(SchedulerConfig())
+    _, time_key, permutation_key = jax.random.split(jax.random.key(1), 3)
+    u = (jnp.arange(6) + jax.random.uniform(time_key, (6,))) / 6
+    expected = jax.random.permutation(permutation_key, (u * 1000).astype(jnp.int32))
+    for law in (None, CogVideoX.recipe.timesteps):
+        np.testing.assert_array_equal(loss_and_timesteps(latents, scheduler, law)[1], expected)
+
+
+@pytest.mark.parametrize(
+    ("law", "u", "expected"),
+    [
+        # one standard deviation below the mean, the mean, one above: the sigmoids of 0.5, 1 and 1.5
+        (TimestepLaw(law="logit_normal", mean=1.0, std=0.5), [0.158655, 0.5, 0.841345], [0.622459, 0.731059, 0.817574]),
+        (TimestepLaw(shift=3.0), [0.2, 0.5, 0.8], [3 / 7, 3 / 4, 12 / 13]),
+        (TimestepLaw(law="mode"), [0.25, 0.5, 0.75], [0.616416, 0.5, 0.383584]),
+    ],
+    ids=["logit_normal", "shift", "mode"],
+)
+def test_other_laws(law, u, expected):
+    np.testing.assert_allclose(law(jnp.array(u)), expected, atol=2e-6)
 
 
 def test_a_perfect_denoiser_has_no_loss():

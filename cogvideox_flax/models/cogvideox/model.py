@@ -30,6 +30,7 @@ from cogvideox_flax.models.model import (
     LoRALayout,
     Release,
     TextInput,
+    TrainingRecipe,
     VideoModel,
     VisualInput,
     Workload,
@@ -108,6 +109,8 @@ COMPONENTS = {
         class_names=("AutoencoderKLCogVideoX",),
     ),
 }
+
+RECIPE = TrainingRecipe(source="CogVideo's sat/ and finetune/")
 
 OFS = 2.0
 """The motion scalar (ofs) of the released pipeline, for releases that have this input."""
@@ -190,6 +193,7 @@ class CogVideoX(VideoModel):
     lora = LORA
     distillations = DISTILLATIONS
     teacache = TEACACHE
+    recipe = RECIPE
     embed = staticmethod(embed)
 
     @classmethod

@@ -30,12 +30,13 @@ from cogvideox_flax.models.model import (
     Configs,
     Release,
     TextInput,
+    TrainingRecipe,
     VideoModel,
     VisualInput,
     Workload,
 )
 from cogvideox_flax.models.sizes import Size, SizeRule
-from cogvideox_flax.schedulers import FLOW_SCHEDULERS, FlowMatchConfig
+from cogvideox_flax.schedulers import FLOW_SCHEDULERS, FlowMatchConfig, TimestepLaw
 from cogvideox_flax.sharding import REPLICATED
 
 LICENSE = (
@@ -43,6 +44,11 @@ LICENSE = (
     "https://huggingface.co/tencent/HunyuanVideo-1.5/blob/main/LICENSE"
 )
 """One line, printed when weights are downloaded."""
+
+
+RECIPE = TrainingRecipe(
+    timesteps=TimestepLaw(law="logit_normal", shift=3.0, margin=1e-5), source="Tencent's train.py of HunyuanVideo-1.5"
+)
 
 
 def embed(
@@ -159,6 +165,7 @@ class HunyuanVideo15(VideoModel):
     distillations = DISTILLATIONS
     teacache = TEACACHE
     license = LICENSE
+    recipe = RECIPE
     embed = staticmethod(embed)
 
     @property
