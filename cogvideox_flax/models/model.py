@@ -156,10 +156,15 @@ class TrainingRecipe:
 
     Attributes:
         timesteps: the law of the timesteps.
+        image_noise: mean and standard deviation of the logarithm of sigma, the noise in an image's pixels; None: it has
+            none.
+        image_dropout: share of clips that are trained without their image.
         source: where it is published.
     """
 
     timesteps: TimestepLaw = field(default_factory=TimestepLaw)
+    image_noise: tuple[float, float] | None = None
+    image_dropout: float = 0.0
     source: str = ""
 
 

@@ -183,11 +183,13 @@ class TimestepConfig:
 class SampleConfig:
     """Videos generated while training, on a contact sheet with a row per prompt.
 
+    images: of image-to-video models: the first frame of each video, or one for all.
     every: steps between two sheets. There is one after the last step too.
     frames: frames of each video on the sheet.
     """
 
     prompts: tuple[str, ...] = ()
+    images: tuple[str, ...] = ()
     every: int = 200
     frames: int = 6
     num_inference_steps: int = 50
@@ -221,6 +223,10 @@ class TrainingConfig:
     mesh: "DP,SP,TP", or "DP,SP,TP,fsdp" to shard weights and moments over all devices; None for one device.
     batch: clips per step, all micro-batches of `loop.accumulate` together.
     caption_dropout: share of captions replaced by the empty one, which classifier-free guidance needs.
+    image_dropout: of image-to-video models: share of clips that are trained without their first frame; None: the
+        release's.
+    image_noise: mean and standard deviation of the logarithm of sigma, the noise that is added to the pixels of the
+        first frame, anew in each step; None: the release's.
     remat: true or "full": recompute each block in the backward pass: a third more time, and memory for the activations,
         and on a mesh with FSDP the gathered weights, of one block only. "attention": the same, but on a TPU the result
         of each attention is stored, as many bytes as its queries, and attention is not recomputed. "offload": as
@@ -241,6 +247,8 @@ class TrainingConfig:
     mesh: str | None = None
     batch: int = 1
     caption_dropout: float = 0.1
+    image_dropout: float | None = None
+    image_noise: tuple[float, float] | None = None
     remat: Remat = True
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     timesteps: TimestepConfig = field(default_factory=TimestepConfig)
@@ -257,6 +265,7 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         lora, accumulate = self.lora, self.trainer.accumulate  # `trainer` checks the seed
+        noise = self.image_noise or (0.0, 0.0)
         law, mean, std, shift = (getattr(self.timesteps, name) for name in ("law", "mean", "std", "shift"))
         require(
             self,
@@ -264,6 +273,8 @@ class TrainingConfig:
             ("batch", is_count(self.batch, MAX_COUNT), COUNT),
             ("batch", self.batch % accumulate == 0, f"a multiple of loop.accumulate, {accumulate}"),
             ("caption_dropout", 0 <= self.caption_dropout <= 1, "0 to 1"),
+            ("image_dropout", 0 <= (self.image_dropout or 0) <= 1, "0 to 1"),
+            ("image_noise", all(map(is_finite_number, noise)) and noise[1] >= 0, "a mean, and a deviation, 0 or more"),
             ("lora.rank", lora.rank is None or is_count(lora.rank, MAX_RANK), f"1 to {MAX_RANK}"),
             ("lora.init", lora.init is None or self.method == "lora", 'none, with method "full"'),
             ("lora.alpha", lora.alpha is None or 0 < lora.alpha <= MAX_FLOAT32, "a finite number above 0"),

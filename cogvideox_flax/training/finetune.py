@@ -1,4 +1,4 @@
-"""Fine-tuning of a text-to-video model on a folder of clips: LoRA adapters, or all weights of the transformer.
+"""Fine-tuning of a text- or image-to-video model on a folder of clips: LoRA adapters, or all of the transformer.
 
 Contents of the run's directory, in the order in which they appear:
 
@@ -38,6 +38,7 @@ from cogvideox_flax.runtime.global_arrays import fetch_on_first
 from cogvideox_flax.runtime.multihost import hosts
 from cogvideox_flax.runtime.settings import own_settings
 from cogvideox_flax.schedulers import TimestepLaw
+from cogvideox_flax.training.images import encoded_each_step, image_features
 from cogvideox_flax.training.job import RECORD_FILE, FinetuneJob
 from cogvideox_flax.training.latent_cache import LatentCache
 from cogvideox_flax.training.loop import METRICS_FILE, Trainer, Validation, match_run
@@ -82,8 +83,9 @@ def finetune(
         prompts = prompt_features(job, pipe, progress)
         pipe.release(*(stage.component for stage in job.model.text))
         latents = clip_latents(job, pipe)
-        pipe.release(job.model.decoder)
         frozen: dict[str, Any] = {"empty": {key: value[0] for key, value in prompts.items()}}
+        frozen |= {v.component: pipe.component(v.component) for v in job.images if encoded_each_step(v)}
+        pipe.release(*_image_parts(job))
         if config.method == "lora":
             frozen[name] = job.add_lora(pipe.component(name), job.mesh)
             pipe.release(name)
@@ -129,7 +131,7 @@ def _assemble(job: FinetuneJob, params: dict[str, Any], frozen: dict[str, Any]) 
 
 
 def _batch(step: int, *, job: FinetuneJob, latents: LatentCache, captions: LatentCache) -> dict[str, Any]:
-    """`mean`, `std`, and `text` (features by name) of the clips of one step."""
+    """What is prepared of the clips of one step: `text` (features by name), and the arrays of `clip_latents`."""
     config, clips = job.config, np.asarray(job.trained_on)
     return _gather(
         clips[shuffled_indices(step, batch=config.batch, count=len(clips), seed=config.seed)], latents, captions
@@ -160,15 +162,19 @@ def _validation_name(job: FinetuneJob) -> str:
 def _loss(
     params: dict[str, Any], frozen: dict[str, Any], batch: dict[str, Any], key: Key[Array, ""], *, job: FinetuneJob
 ) -> tuple[Float32[Array, ""], Metrics]:
-    """The velocity on samples of the clips' latents, with some captions dropped. A `Loss` of the training loop."""
+    """The velocity on samples of the clips' latents, with some captions and images dropped. A `Loss` of the training
+    loop."""
     sample_key, drop_key, noise_key = jax.random.split(key, 3)
     statistics = job.model.codec.statistics
     latents = sample_latents(batch["mean"], batch["std"], sample_key, statistics, job.size.extra_latents)
     text = drop_captions(batch["text"], frozen["empty"], job.config.caption_dropout, drop_key)
-    model = _assemble(job, params, frozen)
+    shape = (len(latents), 1, *latents.shape[2:])
+    image_key = jax.random.fold_in(key, 3)
+    image = image_features(job.images, batch, frozen, shape, job.image_noise, job.image_dropout, image_key)
+    features, model = {**text, **image}, _assemble(job, params, frozen)
 
     def denoiser(x: Array, t: Array) -> Array:
-        return job.model.predict(model, x, text, t, remat=job.config.remat)
+        return job.model.predict(model, x, features, t, remat=job.config.remat)
 
     return velocity_loss(denoiser, latents, noise_key, job.model.scheduler(), job.timesteps)
 
@@ -181,6 +187,7 @@ def _made_of(job: FinetuneJob, pipe: Pipeline) -> dict[str, Any]:
         "batch": config.batch,
         "caption_dropout": config.caption_dropout,
         "timesteps": None if job.timesteps == TimestepLaw() else vars(job.timesteps),
+        "image": {"noise": job.image_noise, "dropout": job.image_dropout} if job.images else None,
         **({"lora": job.made_of_lora} if config.method == "lora" else {}),
         "clips": job.clips_fingerprint,
         "held out": len(job.held_out) or None,
@@ -209,10 +216,15 @@ def _save_samples(
     empty = {name: np.repeat(value[:1], len(value) - 1, 0) for name, value in features.items()}
     pipe.replace_component(model.denoiser, denoiser)
     text = Conditioning(prompts, empty if job.samples.guided else None)
-    last = last_of(make_videos(pipe, job.samples, Memory(text)))
-    pipe.release(model.denoiser, model.decoder)  # the weights may be buffers that the next step overwrites
+    last = last_of(make_videos(pipe, job.samples.varied(image=job.sample_images), Memory(text)))
+    pipe.release(model.denoiser, *_image_parts(job))  # the weights may be buffers that the next step overwrites
     assert isinstance(last, Finished)
     _save_sheet(job, last.result.frames, done)
+
+
+def _image_parts(job: FinetuneJob) -> tuple[str, ...]:
+    """The components that encode images and clips, and decode them."""
+    return *(visual.component for visual in job.model.visual), job.model.decoder
 
 
 def _sheet_path(job: FinetuneJob, done: int) -> Path:

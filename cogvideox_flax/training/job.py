@@ -20,19 +20,21 @@ from jax.sharding import Mesh
 from cogvideox_flax import checkpoint, hub, lora, sharding
 from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.generate.media import UNSEEN, Media, resolve_media
 from cogvideox_flax.generate.request import GenerationRequest
 from cogvideox_flax.generate.resolve import check_model, log_warnings, resolve
 from cogvideox_flax.generate.run import Run
 from cogvideox_flax.io.contents import Contents
 from cogvideox_flax.io.paths import cache_dir, check_free_space, check_writable, existing_parent
 from cogvideox_flax.lora.files import LowRankPair
-from cogvideox_flax.models.model import VideoModel
+from cogvideox_flax.models.model import VideoModel, VisualInput
 from cogvideox_flax.models.sizes import Size
 from cogvideox_flax.runtime.multihost import hosts
 from cogvideox_flax.runtime.settings import random_key
 from cogvideox_flax.schedulers import TimestepLaw
 from cogvideox_flax.training.clips import Clip, clip_contents, clips_fingerprint, find_clips
 from cogvideox_flax.training.config import TrainingConfig, config_json, config_of_json, read_config, require
+from cogvideox_flax.training.images import encoded_each_step
 from cogvideox_flax.training.metrics import check_tensorboard
 
 RECORD_FILE = hub.TRAINING_RECORD
@@ -57,6 +59,7 @@ class FinetuneJob:
         config, sample = self.config, self.config.sample
         request = GenerationRequest(
             list(sample.prompts) or [""],
+            image=[UNSEEN] if self.images else None,  # `sample_images`
             num_frames=config.num_frames,
             height=config.height,
             width=config.width,
@@ -68,6 +71,31 @@ class FinetuneJob:
             force=True,  # it learns this size
         )
         return resolve(request, self.manifest, config.loop.dtype, self._warn)
+
+    @cached_property
+    def sample_images(self) -> list[Media] | None:
+        """The first frames of the sample videos; None for text-to-video. Process 0 has their files."""
+        images = self.config.sample.images if self.images else ()
+        if not hosts.is_first():
+            return [UNSEEN for _ in images] or None
+        return resolve_media(self.model, {"image": list(images) or None}, self.samples.batch).get("image")
+
+    @property
+    def images(self) -> list[VisualInput]:
+        """The features of the first frame that an image-to-video model takes."""
+        return [visual for visual in self.model.visual if visual.input == "image"]
+
+    @property
+    def image_noise(self) -> tuple[float, float] | None:
+        """That of the settings, or the model's own."""
+        stated = self.config.image_noise
+        return self.model.recipe.image_noise if stated is None else stated
+
+    @property
+    def image_dropout(self) -> float:
+        """That of the settings, or the model's own."""
+        stated = self.config.image_dropout
+        return self.model.recipe.image_dropout if stated is None else stated
 
     def _warn(self, warnings: Sequence[str]) -> None:
         """Log warnings but for those of words, which the model learns now."""
@@ -200,6 +228,8 @@ class FinetuneJob:
         """Bytes that the run writes, about: prepared clips, training states, and the result."""
         loop, features = self.config.loop, self.model.feature_shapes(1).values()
         example = 2 * 2 * math.prod(self.size.latent_shape(1)) + 4 * sum(map(math.prod, features))
+        if any(map(encoded_each_step, self.images)):
+            example += 3 * self.size.height * self.size.width
         state = (16 if loop.ema_decay else 12) * self.trainable
         result = 4 * self.trainable
         if self.config.method == "full":
@@ -265,9 +295,9 @@ def check(config: TrainingConfig) -> FinetuneJob:
     """Check a run as far as is possible before anything is converted, loaded or written.
 
     Raises:
-        InputError: a model that cannot be trained (image-to-video, quantized, incomplete); adapters that it does not
-            have; a size, mesh or batch that does not fit it; faulty clips, prompts or sampling options; or a directory
-            that cannot be written.
+        InputError: a model that cannot be trained (control, inpainting, quantized, incomplete); adapters that it does
+            not have; a size, mesh or batch that does not fit it; faulty clips, prompts, images or sampling options; or
+            a directory that cannot be written.
     """
     loop, targets = config.loop, config.lora.targets
     where = config.model or hub.EMBEDDED
@@ -278,10 +308,11 @@ def check(config: TrainingConfig) -> FinetuneJob:
         raise InputError(
             f"the {model.denoiser} of {where} is quantized and cannot be trained; take the checkpoint it is from"
         )
-    if any(stage.required or stage.mask_channels for stage in model.visual):
+    if any(stage.mask_channels or stage.input == "control_video" for stage in model.visual):
         raise InputError(
-            f"{where} is an image-to-video, control or inpainting model; only text-to-video models can be fine-tuned"
+            f"{where} is a control or inpainting model; only text-to-video and image-to-video models can be fine-tuned"
         )
+    _check_images(job)
     known = model.lora.targets
     are_known = targets is None or set() < set(targets) <= known.keys()
     require(config, ("lora.targets", are_known, f"some of {', '.join(known)}"))
@@ -298,6 +329,21 @@ def check(config: TrainingConfig) -> FinetuneJob:
     check_writable(config.out / RECORD_FILE)
     check_free_space(config.out, job.disk())
     return job
+
+
+def _check_images(job: FinetuneJob) -> None:
+    """Refuse settings about images that are not the model's, and images that cannot be read."""
+    config, has_images = job.config, bool(job.images)
+    takes_noise = any(map(encoded_each_step, job.images))
+    counts = {1, len(config.sample.prompts)} if has_images and config.sample.prompts else {0}
+    require(
+        config,
+        ("image_noise", config.image_noise is None or takes_noise, "none: no image of this model has noise"),
+        ("image_dropout", config.image_dropout is None or has_images, "none: this model takes no image"),
+        ("sample.images", len(config.sample.images) in counts, f"{' or '.join(map(str, sorted(counts)))} of them"),
+    )
+    if config.sample.images:
+        _ = job.sample_images
 
 
 def _file_system(path: Path) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,6 +16,7 @@ from cogvideox_flax import sharding
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.pipeline import Pipeline
 from cogvideox_flax.generate.store import is_fresh, read_stage, write_stage
+from cogvideox_flax.io.clips import resize_frames
 from cogvideox_flax.io.video import from_uint8
 from cogvideox_flax.models.denoiser import Features
 from cogvideox_flax.runtime.compile import compiled_once, compiler_options
@@ -22,6 +24,7 @@ from cogvideox_flax.runtime.global_arrays import fetch, put
 from cogvideox_flax.runtime.multihost import hosts
 from cogvideox_flax.training import latent_cache
 from cogvideox_flax.training.clips import load_clip
+from cogvideox_flax.training.images import FRAME, encoded_each_step
 from cogvideox_flax.training.job import FinetuneJob
 from cogvideox_flax.training.latent_cache import LatentCache
 
@@ -50,12 +53,19 @@ def prompt_features(job: FinetuneJob, pipe: Pipeline, progress: bool) -> dict[st
 
 
 def clip_latents(job: FinetuneJob, pipe: Pipeline) -> LatentCache:
-    """`mean` and `std` [t, h, w, C] of the VAE's posterior of each clip, not normalized.
+    """`mean` and `std` [t, h, w, C] of the VAE's posterior of each clip, not normalized; of image-to-video models also
+    `FRAME` [H, W, 3], or the features of the first frame by name.
 
     In float16: latents stay within tens, and its relative precision of 1/2048 is finer than the noise of any timestep.
     """
     size, part = job.size, job.model.decoder
-    encode = compiled_once(jax.jit(job.model.codec.encode, compiler_options=compiler_options(pipe.dtype)), None)
+
+    def compiled(encode: Callable[..., Any]) -> Callable[..., Any]:
+        return compiled_once(jax.jit(encode, compiler_options=compiler_options(pipe.dtype)), None)
+
+    encode = compiled(job.model.codec.encode)
+    prepared = [visual for visual in job.images if not encoded_each_step(visual)]
+    encode_image = {visual.feature: compiled(job.samples.encode_visual(visual)) for visual in prepared}
 
     @hosts.broadcast_result
     def load(group: list[int]) -> np.ndarray:
@@ -66,20 +76,31 @@ def clip_latents(job: FinetuneJob, pipe: Pipeline) -> LatentCache:
         return np.stack(clips)
 
     def compute(indices: range) -> dict[str, np.ndarray]:
-        means, stds = [], []
+        rows: list[dict[str, np.ndarray]] = []
         for group, count in _dp_groups(indices, job.mesh):
-            video = from_uint8(load(group))
+            clips = load(group)
+            video = from_uint8(clips)
             place = sharding.named(job.mesh, ("batch",), video.shape, "clips") if job.mesh is not None else None
             mean, logvar = map(fetch, encode(pipe.component(part), put(video, place)))
-            means.append(mean.astype(np.float16)[:count])
-            stds.append(np.exp(0.5 * logvar.astype(np.float32)).astype(np.float16)[:count])
-        latents = {"mean": np.concatenate(means), "std": np.concatenate(stds)}
+            row = {"mean": mean.astype(np.float16), "std": np.exp(0.5 * logvar.astype(np.float32)).astype(np.float16)}
+            if len(prepared) < len(job.images):
+                row[FRAME] = clips[:, 0]
+            for visual in prepared:
+                images, noise = clips[:, :1], np.zeros((len(group), 1, *mean.shape[2:]), np.float32)
+                if visual.frame_size is not None:
+                    images = np.stack([resize_frames(image, *visual.frame_size) for image in images])
+                inputs = put(images, place), put(noise, place)
+                features, _ = encode_image[visual.feature](pipe.component(visual.component), *inputs)
+                row[visual.feature] = fetch(features)
+            rows.append({name: value[:count] for name, value in row.items()})
+        latents = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
         if not all(np.isfinite(value).all() for value in latents.values()):
             names = ", ".join(job.clips[i].name for i in indices)
             raise InputError(f"the VAE gives NaN or infinity in {pipe.dtype} for some of {names}; train in float32")
         return latents
 
-    return _open_cache(job, pipe, (part,), compute)
+    parts = dict.fromkeys((part, *(visual.component for visual in prepared)))
+    return _open_cache(job, pipe, tuple(parts), compute)
 
 
 def _text_parts(job: FinetuneJob) -> tuple[str, ...]:
@@ -116,7 +137,7 @@ def _encode_texts(
     rows: list[Features] = []
     for group, count in _dp_groups(range(len(texts)), pipe.mesh):
         prompts = [texts[i] for i in group]
-        run = job.samples.varied(prompt=prompts, negative_prompt=[""] * len(prompts))
+        run = job.samples.varied(prompt=prompts, negative_prompt=[""] * len(prompts), image=None)
         features = pipe.encode(run, negative=False, progress=progress).text
         rows.append({name: fetch(value).astype(np.float32)[:count] for name, value in features.items()})
     return {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}

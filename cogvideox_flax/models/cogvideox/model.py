@@ -110,7 +110,7 @@ COMPONENTS = {
     ),
 }
 
-RECIPE = TrainingRecipe(source="CogVideo's sat/ and finetune/")
+RECIPE = TrainingRecipe(image_noise=(-3.0, 0.5), image_dropout=0.05, source="CogVideo's sat/ and finetune/")
 
 OFS = 2.0
 """The motion scalar (ofs) of the released pipeline, for releases that have this input."""

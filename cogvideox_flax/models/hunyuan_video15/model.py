@@ -47,7 +47,8 @@ LICENSE = (
 
 
 RECIPE = TrainingRecipe(
-    timesteps=TimestepLaw(law="logit_normal", shift=3.0, margin=1e-5), source="Tencent's train.py of HunyuanVideo-1.5"
+    timesteps=TimestepLaw(law="logit_normal", shift=3.0, margin=1e-5),
+    source="Tencent's train.py of HunyuanVideo-1.5; of the image musubi-tuner, which never drops it",
 )
 
 
@@ -73,6 +74,7 @@ def embed(
         glyphs=features["prompt_embeds_2"],
         glyph_mask=features["prompt_embeds_mask_2"],
         image=features.get("image_embeds"),
+        image_mask=features.get("image_mask"),
         next_timestep=next_timestep if takes_next else None,
         sparse=sparse,
     )

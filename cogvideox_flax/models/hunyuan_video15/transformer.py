@@ -206,6 +206,7 @@ class Transformer(Component):
         glyphs: Float[Array, "B M E2"],
         glyph_mask: Num[Array, "B M"],
         image: Float[Array, "B I E3"] | None = None,
+        image_mask: Num[Array, " B"] | None = None,
         next_timestep: Num[Array, "*B"] | float | None = None,
         sparse: attention.SparseTiles | None = None,
     ) -> Tokens:
@@ -217,6 +218,7 @@ class Transformer(Component):
             text: features of the prompt; those whose mask is 0 are not attended. At least one is, in every row.
             glyphs: features of the prompt's quoted parts, in the same way; a row may have none.
             image: features of the first frame; None for text-to-video.
+            image_mask: 0 for those that are not attended; None: all are.
             next_timestep: to which the step leads, for checkpoints with `use_meanflow`; None leaves it out.
             sparse: which tiles of the video attend to which; None: all.
 
@@ -238,7 +240,8 @@ class Transformer(Component):
         ]
         if image is not None:
             tokens = self.image_embed(image) + kinds[IMAGE]
-            parts.insert(0, (tokens, jnp.ones(tokens.shape[:2], bool)))
+            present = jnp.ones(tokens.shape[:2], bool)
+            parts.insert(0, (tokens, present if image_mask is None else present & (image_mask != 0)[:, None]))
         prompt, text_length = valid_first(*(jnp.concatenate(part, 1) for part in zip(*parts, strict=True)))
 
         _, frames, rows, columns, _ = latents.shape

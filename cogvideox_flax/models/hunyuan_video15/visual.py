@@ -63,10 +63,12 @@ def visual_inputs(vision: VisionConfig | None, statistics: LatentStatistics) -> 
 def with_condition(latents: Float32[Array, "B T h w C"], features: Features) -> Float32[Array, "B T h w 2C+1"]:
     """The noisy latents, those of the first frame (zero elsewhere), and a mask that is 1 at the first frame.
 
-    Text-to-video: the condition and the mask are zero. Source: diffusers `prepare_cond_latents_and_mask`.
+    Text-to-video: the condition and the mask are zero, also of single clips, those whose `image_mask` is 0. Source:
+    diffusers `prepare_cond_latents_and_mask`.
     """
     condition, mask = jnp.zeros_like(latents), jnp.zeros_like(latents[..., :1])
     if (image := features.get("image_latents")) is not None:
         condition = condition.at[:, :1].set(image.astype(latents.dtype))
-        mask = mask.at[:, :1].set(1)
+        present = features.get("image_mask")
+        mask = mask.at[:, :1].set(1 if present is None else present.astype(mask.dtype)[:, None, None, None, None])
     return jnp.concatenate([latents, condition, mask], -1)
