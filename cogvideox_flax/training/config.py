@@ -40,6 +40,7 @@ from cogvideox_flax.schedulers.timestep_law import LAWS
 
 METHODS = ("lora", "full")
 OPTIMIZERS = ("adamw", "muon")
+SCHEDULES = ("cosine", "linear", "constant_with_warmup")
 
 MAX_COUNT = 2**31 - 1
 COUNT = f"1 to {MAX_COUNT}"
@@ -69,14 +70,15 @@ class OptimizerConfig:
     kind: "adamw"; or "muon", which orthogonalises the updates of the blocks' attention and feed-forward matrices and
         trains the other parameters with Adam with Nesterov momentum. Muon learns faster from scratch; weights that
         AdamW trained are better fine-tuned with AdamW.
-    learning_rate: the peak, at the end of the warm-up. A cosine leads from it to `final_learning_rate` at the last
-        step.
+    learning_rate: the peak, at the end of the warm-up.
+    schedule: "cosine" or "linear", from the peak to `final_learning_rate` at the last step; or "constant_with_warmup".
     weight_decay: of matrices and kernels. Biases, norm scales and other vectors do not decay.
     clip_norm: a gradient with a larger global norm is scaled down to this norm.
     """
 
     kind: str = "adamw"
     learning_rate: float = 1e-4
+    schedule: str = "cosine"
     final_learning_rate: float = 0.0
     warmup_steps: int = 100
     b1: float = 0.9
@@ -90,6 +92,7 @@ class OptimizerConfig:
             self,
             ("kind", self.kind in OPTIMIZERS, " or ".join(OPTIMIZERS)),
             ("learning_rate", 0 < self.learning_rate <= MAX_FLOAT32, "a finite number above 0"),
+            ("schedule", self.schedule in SCHEDULES, " or ".join(SCHEDULES)),
             ("final_learning_rate", 0 <= self.final_learning_rate <= self.learning_rate, "0 to learning_rate"),
             ("warmup_steps", 0 <= self.warmup_steps <= MAX_COUNT, f"0 to {MAX_COUNT}"),
             ("b1", 0 <= self.b1 < 1, "0 to below 1"),
@@ -223,6 +226,11 @@ class TrainingConfig:
     mesh: "DP,SP,TP", or "DP,SP,TP,fsdp" to shard weights and moments over all devices; None for one device.
     batch: clips per step, all micro-batches of `loop.accumulate` together.
     caption_dropout: share of captions replaced by the empty one, which classifier-free guidance needs.
+    min_snr: weight the loss of a clip by min(SNR, min_snr) / (SNR + 1), where SNR is the signal-to-noise ratio at its
+        timestep (arXiv 2303.09556, for v-prediction; 5 is usual). For a diffusion schedule, that of CogVideoX. None:
+        all the same.
+    id_token: a word before each caption, by which a prompt asks for what is learned; sample prompts are used as they
+        are.
     image_dropout: of image-to-video models: share of clips that are trained without their first frame; None: the
         release's.
     image_noise: mean and standard deviation of the logarithm of sigma, the noise that is added to the pixels of the
@@ -247,6 +255,8 @@ class TrainingConfig:
     mesh: str | None = None
     batch: int = 1
     caption_dropout: float = 0.1
+    min_snr: float | None = None
+    id_token: str | None = None
     image_dropout: float | None = None
     image_noise: tuple[float, float] | None = None
     remat: Remat = True
@@ -273,6 +283,7 @@ class TrainingConfig:
             ("batch", is_count(self.batch, MAX_COUNT), COUNT),
             ("batch", self.batch % accumulate == 0, f"a multiple of loop.accumulate, {accumulate}"),
             ("caption_dropout", 0 <= self.caption_dropout <= 1, "0 to 1"),
+            ("min_snr", self.min_snr is None or 0 < self.min_snr <= MAX_FLOAT32, "a finite number above 0"),
             ("image_dropout", 0 <= (self.image_dropout or 0) <= 1, "0 to 1"),
             ("image_noise", all(map(is_finite_number, noise)) and noise[1] >= 0, "a mean, and a deviation, 0 or more"),
             ("lora.rank", lora.rank is None or is_count(lora.rank, MAX_RANK), f"1 to {MAX_RANK}"),

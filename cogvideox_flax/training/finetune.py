@@ -176,7 +176,7 @@ def _loss(
     def denoiser(x: Array, t: Array) -> Array:
         return job.model.predict(model, x, features, t, remat=job.config.remat)
 
-    return velocity_loss(denoiser, latents, noise_key, job.model.scheduler(), job.timesteps)
+    return velocity_loss(denoiser, latents, noise_key, job.model.scheduler(), job.timesteps, min_snr=job.config.min_snr)
 
 
 def _made_of(job: FinetuneJob, pipe: Pipeline) -> dict[str, Any]:
@@ -187,6 +187,7 @@ def _made_of(job: FinetuneJob, pipe: Pipeline) -> dict[str, Any]:
         "batch": config.batch,
         "caption_dropout": config.caption_dropout,
         "timesteps": None if job.timesteps == TimestepLaw() else vars(job.timesteps),
+        "min_snr": config.min_snr,
         "image": {"noise": job.image_noise, "dropout": job.image_dropout} if job.images else None,
         **({"lora": job.made_of_lora} if config.method == "lora" else {}),
         "clips": job.clips_fingerprint,

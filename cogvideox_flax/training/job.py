@@ -32,6 +32,7 @@ from cogvideox_flax.models.sizes import Size
 from cogvideox_flax.runtime.multihost import hosts
 from cogvideox_flax.runtime.settings import random_key
 from cogvideox_flax.schedulers import TimestepLaw
+from cogvideox_flax.schedulers.base import DiffusionScheduler
 from cogvideox_flax.training.clips import Clip, clip_contents, clips_fingerprint, find_clips
 from cogvideox_flax.training.config import TrainingConfig, config_json, config_of_json, read_config, require
 from cogvideox_flax.training.images import encoded_each_step
@@ -312,6 +313,8 @@ def check(config: TrainingConfig) -> FinetuneJob:
         raise InputError(
             f"{where} is a control or inpainting model; only text-to-video and image-to-video models can be fine-tuned"
         )
+    has_snr = isinstance(model.scheduler(), DiffusionScheduler)
+    require(config, ("min_snr", config.min_snr is None or has_snr, "none: this model's noise schedule is a flow"))
     _check_images(job)
     known = model.lora.targets
     are_known = targets is None or set() < set(targets) <= known.keys()
@@ -321,7 +324,10 @@ def check(config: TrainingConfig) -> FinetuneJob:
         sharding.named(job.mesh, ("batch",), (config.batch // loop.accumulate,), "the clips of a micro-batch")
     if config.sample.prompts:
         sharding.check_batch(job.mesh, job.samples.denoiser_batch)
-    job = dataclasses.replace(job, clips=find_clips(config.clips, job.size.num_frames, job.fps))
+    clips = find_clips(config.clips, job.size.num_frames, job.fps)
+    if config.id_token:
+        clips = [dataclasses.replace(clip, caption=f"{config.id_token} {clip.caption}") for clip in clips]
+    job = dataclasses.replace(job, clips=clips)
     most = len(job.clips) - 1
     require(config, ("validation.clips", config.validation.clips <= most, f"0 to {most}: some must be trained on"))
     if loop.tensorboard:

@@ -182,6 +182,8 @@ class Trainer:
     def _match_run(self) -> None:
         """Compare the settings with those of the run in `folder`, which may have had fewer steps."""
         record, ours = self.folder / SETTINGS_FILE, dataclasses.asdict(self.config) | dict(self.recorded)
+        if self.config.optimizer.schedule == "cosine":  # as in all runs of earlier versions, which have no name for it
+            del ours["optimizer"]["schedule"]
         before, now = match_run(record, ours, MAY_CHANGE, may_grow=("steps",))["steps"], self.config.steps
         if before < now:
             log.info("steps was raised from %d to %d; the learning rate follows the schedule of %d", before, now, now)

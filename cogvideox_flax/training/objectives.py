@@ -6,10 +6,11 @@ Source: CogVideoX (arXiv 2408.06072), section 2.3; v-prediction (arXiv 2202.0051
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Key, Num, PyTree, Shaped
+from jaxtyping import Array, Bool, Float, Float32, Int32, Key, Num, PyTree, Shaped
 
 from cogvideox_flax.models.codec import LatentStatistics
 from cogvideox_flax.schedulers import Scheduler
@@ -26,6 +27,7 @@ def velocity_loss(
     scheduler: Scheduler,
     timestep_warp: Callable[[Float32[Array, " B"]], Float32[Array, " B"]] | None = None,
     weights: Float[Array, "B T H W"] | None = None,
+    min_snr: float | None = None,
 ) -> tuple[Float32[Array, ""], Metrics]:
     """Mean squared error of the velocity at random timesteps of a noise schedule.
 
@@ -40,6 +42,7 @@ def velocity_loss(
         timestep_warp: uniform numbers in [0, 1) -> the timesteps' shares of the whole range, such as a `TimestepLaw`;
             None samples uniformly.
         weights: relative weights of the squared errors of the latent pixels; None: all the same.
+        min_snr: weight clips by `min_snr_weight` with this bound, on a diffusion schedule; None: all the same.
 
     Returns:
         The loss, and `loss_noisy` and `loss_clean`: its means over the noisier and the cleaner half of the timesteps.
@@ -57,12 +60,23 @@ def velocity_loss(
     error = denoiser(scheduler.add_noise(latents, noise, t), t) - scheduler.velocity(latents, noise, t)
     squares = jnp.square(error).mean(4)
     per_clip = (squares if weights is None else squares * (weights / weights.mean())).mean((1, 2, 3))
+    if min_snr is not None:
+        per_clip = per_clip * min_snr_weight(scheduler, t, min_snr)
     noisy = t >= scheduler.num_train_timesteps // 2
 
     def mean_where(mask: Bool[Array, " B"]) -> Mean:
         return Mean(jnp.where(mask, per_clip, 0).sum(), mask.sum().astype(jnp.float32))
 
     return per_clip.mean(), {"loss_noisy": mean_where(noisy), "loss_clean": mean_where(~noisy)}
+
+
+def min_snr_weight(scheduler: Any, timesteps: Int32[Array, " B"], bound: float) -> Float32[Array, " B"]:
+    """min(SNR, bound) / (SNR + 1), where SNR = abar / (1 - abar): the weight of a squared error of the velocity.
+
+    Source: min-SNR (arXiv 2303.09556), which bounds the weight SNR of the squared error of x0.
+    """
+    abar = jnp.asarray(scheduler.alphas_cumprod, jnp.float32)[timesteps]
+    return jnp.minimum(abar, bound * (1 - abar))
 
 
 def sample_latents(

@@ -1,4 +1,4 @@
-"""The optimizers, with warm-up, cosine decay and gradient clipping (optax).
+"""The optimizers, with warm-up, decay of the learning rate, and gradient clipping (optax).
 
 Sources: AdamW (arXiv 1711.05101); Muon (kellerjordan.github.io/posts/muon) with the update scale of arXiv 2502.16982,
 which makes AdamW's learning rates fit it.
@@ -22,15 +22,15 @@ _MUON_RMS = 0.2
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """The learning rate of each of `steps` steps."""
-    warmup = min(config.warmup_steps, steps - 1)
-    return optax.warmup_cosine_decay_schedule(
-        init_value=config.learning_rate / (warmup + 1),
-        peak_value=config.learning_rate,
-        warmup_steps=warmup,
-        decay_steps=max(steps, warmup + 1),
-        end_value=config.final_learning_rate,
-    )
+    """The learning rate of each of `steps` steps: a linear warm-up, then the decay of `config.schedule`."""
+    warmup, peak, last = min(config.warmup_steps, steps - 1), config.learning_rate, config.final_learning_rate
+    decays = {
+        "cosine": lambda count: optax.cosine_decay_schedule(peak, count, last / peak),
+        "linear": lambda count: optax.linear_schedule(peak, last, count),
+        "constant_with_warmup": lambda _: optax.constant_schedule(peak),
+    }
+    rise = optax.linear_schedule(peak / (warmup + 1), peak, warmup)
+    return optax.join_schedules([rise, decays[config.schedule](max(steps - warmup, 1))], [warmup])
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:

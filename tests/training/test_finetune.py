@@ -295,22 +295,35 @@ def test_words_that_are_learned_are_no_news(write, clips, tmp_path, caplog):
 
 
 def test_the_law_of_the_timesteps(write, tmp_path, home):
-    """It is the release's but for what the settings say, and part of what a run is made of."""
+    """It is the release's, but for what the settings say."""
     assert check(read_config(write())).timesteps == TimestepLaw()
-    config = read_config(write(CONFIG + '[timesteps]\nlaw = "logit_normal"\nmean = -0.5\n'))
-    job = check(config)
-    assert job.timesteps == TimestepLaw(law="logit_normal", mean=-0.5)
-    assert finetune(job, stop_after=lambda done: done == 2, progress=False) is None
-    with pytest.raises(InputError, match=r"timesteps: there .*logit_normal.*, now None"):
-        finetune(check(read_config(write())), progress=False)
-    assert finetune(check(config), progress=False) is not None
-    lines = read_metrics(tmp_path / "run" / "training" / "metrics.jsonl")
-    finetune(check(dataclasses.replace(config, out=tmp_path / "whole")), progress=False)
-    whole = read_metrics(tmp_path / "whole" / "training" / "metrics.jsonl")
-    assert [line["loss"] for line in lines if "loss" in line] == [line["loss"] for line in whole if "loss" in line]
     model = hunyuan_layout.save_layout(tmp_path / "hf")
-    job = check(read_config(write(CONFIG + "[timesteps]\nstd = 2\n", model=model)))
+    job = check(read_config(write(model=model), {"timesteps.std": 2.0}))
     assert job.timesteps == TimestepLaw(law="logit_normal", std=2.0, shift=3.0, margin=1e-5)
+    with pytest.raises(InputError, match=r"min_snr: got 5.0, expected none: this model's noise schedule is a flow"):
+        check(dataclasses.replace(job.config, min_snr=5.0))
+
+
+def test_a_run_with_other_recipes_resumes_exactly(write, tmp_path):
+    """Another law of the timesteps, min-SNR, a word before each caption, another schedule; each is part of the run."""
+    recipe = {
+        "timesteps.law": "logit_normal",
+        "min_snr": 5.0,
+        "id_token": "kite7",
+        "optimizer.schedule": "linear",
+    }
+    config = read_config(write(), recipe)
+    job = check(config)
+    assert {clip.caption for clip in job.clips} >= {"kite7 a large blue square", "kite7 a white circle"}
+    assert finetune(job, stop_after=lambda done: done == 2, progress=False) is None
+    for name, place in zip(recipe, ("timesteps", "min_snr", "clips", "optimizer"), strict=True):
+        others = {key: value for key, value in recipe.items() if key != name}
+        with pytest.raises(InputError, match=f"{place}: there"):
+            finetune(check(read_config(write(), others)), progress=False)
+    cut = finetune(check(config), progress=False)
+    whole = finetune(check(dataclasses.replace(config, out=tmp_path / "whole")), progress=False)
+    ours, theirs = load_file(cut), load_file(whole)
+    assert ours.keys() == theirs.keys() and all(np.array_equal(ours[name], theirs[name]) for name in ours)
 
 
 def test_clips_that_are_held_out(write, tmp_path, clips, caplog):
@@ -512,6 +525,8 @@ def test_all_faults_of_a_configuration_in_one_message(write):
         ({"method": "dora"}, "method: got 'dora', expected lora or full"),
         ({"batch": 3}, "batch: got 3, expected a multiple of loop.accumulate, 2"),
         ({"caption_dropout": 1.5}, "caption_dropout"),
+        ({"optimizer.schedule": "step"}, "schedule: got 'step', expected cosine or linear or constant_with_warmup"),
+        ({"min_snr": 0.0}, "min_snr: got 0.0, expected a finite number above 0"),
         ({"timesteps.law": "lognorm"}, "timesteps.law: got 'lognorm', expected uniform or logit_normal or mode"),
         ({"timesteps.std": 0.0}, "timesteps.std: got 0.0, expected a finite number above 0"),
         ({"lora.targets": ("q", "w")}, "expected some of q, k, v"),

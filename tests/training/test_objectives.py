@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from diffusers.training_utils import compute_snr
 
 from cogvideox_flax.models.codec import LatentStatistics
 from cogvideox_flax.models.cogvideox.model import CogVideoX
@@ -122,6 +123,22 @@ def test_pixel_weights_give_a_weighted_mean():
     assert float(velocity_loss(denoiser, latents, key, scheduler, weights=weights)[0]) == pytest.approx(
         9 / 16, rel=1e-4
     )
+
+
+def test_min_snr_weights_clips_by_their_timestep():
+    latents, key, scheduler = jnp.zeros((12, 1, 2, 2, 16)), jax.random.key(1), DDIMScheduler(SchedulerConfig())
+    theirs, seen = diffusers.CogVideoXDDIMScheduler(rescale_betas_zero_snr=True, snr_shift_scale=3.0), {}
+
+    def denoiser(x, t):
+        seen["t"] = np.asarray(t)
+        return scheduler.velocity(latents, noise, t) + 1
+
+    noise = jax.random.normal(jax.random.split(key, 3)[0], latents.shape)
+    loss, _ = velocity_loss(denoiser, latents, key, scheduler, min_snr=5.0)
+    snr = compute_snr(theirs, torch.tensor(seen["t"]))
+    weights = torch.minimum(snr, torch.tensor(5.0)) / (snr + 1)  # as in diffusers' trainers, for v_prediction
+    assert float(loss) == pytest.approx(float(weights.mean()), rel=1e-4)
+    assert (snr > 5).any() and (snr < 5).any()
 
 
 def test_captions_are_dropped_at_the_rate():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -23,6 +24,26 @@ def test_learning_rate_warms_up_and_decays():
     assert np.argmax(rates) == 10 and rates[10] == pytest.approx(1e-3)
     assert 0 < rates[0] < 2e-4 and rates[99] == pytest.approx(1e-5, rel=0.1)
     assert (np.diff(rates[:11]) > 0).all() and (np.diff(rates[10:]) < 0).all()
+
+
+def test_a_cosine_is_optax_own():
+    """As in earlier versions, bit for bit."""
+    for warmup, steps in ((10, 100), (0, 30), (100, 4), (5, 1)):
+        config = OptimizerConfig(learning_rate=1e-3, final_learning_rate=1e-5, warmup_steps=warmup)
+        warmup = min(warmup, steps - 1)
+        expected = optax.warmup_cosine_decay_schedule(
+            1e-3 / (warmup + 1), 1e-3, warmup, max(steps, warmup + 1), end_value=1e-5
+        )
+        ours = learning_rate(config, steps)
+        assert [float(ours(step)) for step in range(steps)] == [float(expected(step)) for step in range(steps)]
+
+
+@pytest.mark.parametrize(("schedule", "end"), [("linear", 1e-5), ("constant_with_warmup", 1e-3)])
+def test_other_schedules_warm_up_too(schedule, end):
+    config = OptimizerConfig(schedule=schedule, learning_rate=1e-3, final_learning_rate=1e-5, warmup_steps=10)
+    rates = [float(learning_rate(config, 100)(step)) for step in range(101)]
+    np.testing.assert_allclose(rates[:10], np.interp(range(10), [0, 10], [1e-3 / 11, 1e-3]), rtol=1e-5)
+    np.testing.assert_allclose(rates[10:], np.linspace(1e-3, end, 91), rtol=1e-5)
 
 
 def test_only_kernels_and_embeddings_decay():
