@@ -38,6 +38,7 @@ from cogvideox_flax.io.values import MAX_FLOAT32, faults_of, is_count, is_finite
 from cogvideox_flax.nn.remat import Remat
 from cogvideox_flax.schedulers.timestep_law import LAWS
 
+DTYPES = ("float32", "bfloat16")
 METHODS = ("lora", "full")
 OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("cosine", "linear", "constant_with_warmup")
@@ -109,7 +110,8 @@ class LoopTable:
 
     steps: optimizer steps in all. The learning rate schedule has this length. A run may go on with more of them.
     accumulate: micro-batches per step, whose gradients are averaged.
-    dtype: of the weights in the forward and backward pass. The trained weights themselves are float32.
+    dtype: of the weights in the forward and backward pass; None: that of a run of the model, bfloat16 for all releases.
+        The trained weights themselves are float32.
     ema_decay: of the moving average of the weights: min(ema_decay, (1 + n) / (10 + n)) after n steps. 0: no average.
     save_minutes: time between two training states on disk. One is also written at the end and when the run is stopped.
     keep: how many training states stay on disk.
@@ -118,7 +120,7 @@ class LoopTable:
 
     steps: int
     accumulate: int = 1
-    dtype: str = "float32"
+    dtype: str | None = None
     ema_decay: float = 0.999
     log_every: int = 10
     save_minutes: float = 5.0
@@ -130,7 +132,7 @@ class LoopTable:
             self,
             ("steps", is_count(self.steps, MAX_COUNT), COUNT),
             ("accumulate", is_count(self.accumulate, MAX_COUNT), COUNT),
-            ("dtype", self.dtype in ("float32", "bfloat16"), "float32 or bfloat16"),
+            ("dtype", self.dtype in (None, *DTYPES), " or ".join(DTYPES)),
             ("ema_decay", 0 <= self.ema_decay < 1, "0 to below 1"),
             ("log_every", is_count(self.log_every, MAX_COUNT), COUNT),
             ("save_minutes", self.save_minutes > 0, "above 0"),
@@ -142,6 +144,7 @@ class LoopTable:
 class LoopConfig(LoopTable):
     """The settings of the training loop, and those at the top of the file."""
 
+    dtype: str = "float32"
     seed: int = 0
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 

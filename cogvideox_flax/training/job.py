@@ -50,6 +50,12 @@ class FinetuneJob:
     manifest: Manifest
     clips: Sequence[Clip] = ()
 
+    def __post_init__(self) -> None:
+        """Fill in the dtype: that of a run of the model."""
+        if (loop := self.config.loop).dtype is None:
+            loop = dataclasses.replace(loop, dtype=self.manifest.default_dtype)
+            object.__setattr__(self, "config", dataclasses.replace(self.config, loop=loop))
+
     @cached_property
     def mesh(self) -> Mesh | None:
         return None if self.config.mesh is None else sharding.make_mesh(*sharding.parse_mesh(self.config.mesh))
@@ -300,10 +306,10 @@ def check(config: TrainingConfig) -> FinetuneJob:
             not have; a size, mesh or batch that does not fit it; faulty clips, prompts, images or sampling options; or
             a directory that cannot be written.
     """
-    loop, targets = config.loop, config.lora.targets
-    where = config.model or hub.EMBEDDED
+    where, targets = config.model or hub.EMBEDDED, config.lora.targets
     job = FinetuneJob(config=config, manifest=hub.peek(config.model, config.revision, variant=config.variant))
-    manifest, model = job.manifest, job.model
+    config, manifest, model = job.config, job.manifest, job.model
+    loop = config.loop
     check_model(manifest, where, loop.dtype, job.mesh)
     if manifest.quantized(model.denoiser):
         raise InputError(

@@ -17,7 +17,7 @@ from PIL.PngImagePlugin import PngInfo
 from safetensors.numpy import load_file, save_file
 
 from cogvideox_flax import checkpoint, hub
-from cogvideox_flax.checkpoint import load_transformer, parameters
+from cogvideox_flax.checkpoint import Manifest, load_transformer, parameters
 from cogvideox_flax.conversion.convert import convert
 from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.generate.open_model import OpenModel
@@ -27,13 +27,14 @@ from cogvideox_flax.io.tensor_file import TensorFile
 from cogvideox_flax.io.video import read_video, save_video
 from cogvideox_flax.lora import EMBEDDED_ADAPTERS, FILE_NAME, describe_lora, save_lora
 from cogvideox_flax.models.cogvideox.model import CogVideoX
+from cogvideox_flax.models.registry import get_release
 from cogvideox_flax.schedulers import TimestepLaw
 from cogvideox_flax.training import finetune as finetuning
 from cogvideox_flax.training import job as job_module
 from cogvideox_flax.training import prepare, snapshots
 from cogvideox_flax.training.config import config_json, config_of_json, read_config
 from cogvideox_flax.training.finetune import finetune
-from cogvideox_flax.training.job import RECORD_FILE, check
+from cogvideox_flax.training.job import RECORD_FILE, FinetuneJob, check
 from cogvideox_flax.training.loop import Trainer
 from cogvideox_flax.training.metrics import read_metrics
 from cogvideox_flax.training.step import TrainState
@@ -302,6 +303,17 @@ def test_the_law_of_the_timesteps(write, tmp_path, home):
     assert job.timesteps == TimestepLaw(law="logit_normal", std=2.0, shift=3.0, margin=1e-5)
     with pytest.raises(InputError, match=r"min_snr: got 5.0, expected none: this model's noise schedule is a flow"):
         check(dataclasses.replace(job.config, min_snr=5.0))
+
+
+@pytest.mark.parametrize("release", ["cogvideox-2b", "cogvideox1.5-5b-i2v"])
+def test_the_dtype_is_that_of_a_run(write, release):
+    text = CONFIG.replace('dtype = "float32"', "")
+    config = read_config(write(text))
+    assert check(config).config.loop.dtype == "float32", "of a small model"
+    assert (
+        FinetuneJob(config=config, manifest=Manifest.of_release(get_release(release))).config.loop.dtype == "bfloat16"
+    )
+    assert check(read_config(write(text), {"loop.dtype": "bfloat16"})).config.loop.dtype == "bfloat16"
 
 
 def test_a_run_with_other_recipes_resumes_exactly(write, tmp_path):
