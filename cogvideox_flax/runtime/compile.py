@@ -198,15 +198,15 @@ def compile_for(jitted: Any, args: tuple[Any, ...], mesh: Mesh | None) -> Any:
 
 
 def compiled_once(jitted: Any, mesh: Mesh | None) -> Callable[..., Any]:
-    """A jitted function that is compiled by its first call, for the shapes of its arguments, and takes no others."""
-    executable: Any = None
+    """A jitted function that is compiled once for each shapes of its arguments, by the first call with them."""
+    executables: dict[Any, Any] = {}
 
     def call(*args: Any) -> Any:
-        nonlocal executable
-        if executable is None:
-            executable = compile_for(jitted, args, mesh)
+        shapes = _shapes(args)
+        if shapes not in executables:
+            executables[shapes] = compile_for(jitted, args, mesh)
         with own_settings():
-            return executable(*args)
+            return executables[shapes](*args)
 
     return call
 

@@ -8,6 +8,7 @@ clips/captions.jsonl                or all captions in one file, a line per clip
                                     {"file": "a.mp4", "caption": "a red kite over the sea"}
 clips/metadata.csv                  or the same as columns, with a first line of their names
 clips/videos.txt  clips/prompts.txt        or a line per clip in both
+clips/e.jpg  clips/e.txt            an image, where clips of one frame are trained on
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,9 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.clips import Resampled
 from cogvideox_flax.io.contents import Contents, content_hashes
 from cogvideox_flax.io.images import SUFFIXES as IMAGE_SUFFIXES
+from cogvideox_flax.io.images import ImageSequence, is_one_image
 from cogvideox_flax.io.paths import read_text
+from cogvideox_flax.io.source import VideoSource
 from cogvideox_flax.io.values import text_lines
 from cogvideox_flax.io.video import open_video
 
@@ -58,18 +61,42 @@ MAX_NAMED = 5
 
 @dataclass(frozen=True)
 class Clip:
-    """A video (a file, or a directory of PNGs) and its caption. `name` is its path inside the folder of clips."""
+    """A video (a file, a directory of PNGs, or an image) and its caption.
+
+    name: its path inside the folder of clips.
+    num_frames: at the frame rate of the model.
+    height, width: pixels of the file.
+    """
 
     path: Path
     name: str
     caption: str
+    num_frames: int = 0
+    height: int = 0
+    width: int = 0
+
+
+class StillImage(ImageSequence):
+    """An image as a video of one frame."""
+
+    def __init__(self, path: Path):
+        self.path, self._ground, self._files = path, "white", [path]
+
+    def _text(self, name: str) -> str:
+        return ""  # a frame of a video states the rate of that
+
+
+def _open(path: Path, num_frames: int) -> VideoSource:
+    """A video; or, of clips of one frame, an image. Errors as for `open_video`."""
+    return StillImage(path) if num_frames == 1 and _is_image(path) else open_video(path)
 
 
 def find_clips(folder: Path, num_frames: int, fps: float) -> list[Clip]:
     """The clips of a folder, in the order of their names. Nothing is decoded yet.
 
     Args:
-        num_frames: how long a clip must be at least, at `fps` frames per second.
+        num_frames: how long a clip must be at least, at `fps` frames per second. At 1, an image with a caption of its
+            own is a clip too.
 
     Raises:
         InputError: there are no clips; or some have faults, all in one message: a caption that is missing or empty, a
@@ -82,14 +109,18 @@ def find_clips(folder: Path, num_frames: int, fps: float) -> list[Clip]:
         tables.append(f"{VIDEOS} with {PROMPTS}")
     if len(tables) > 1:
         raise InputError(f"{folder} holds both {' and '.join(tables[:2])}; keep one")
-    clips, faults = _read_caption_table(folder, tables[0]) if tables else _read_caption_files(folder)
+    clips, faults = _read_caption_table(folder, tables[0]) if tables else _read_caption_files(folder, num_frames == 1)
+    seen = []
     for clip in clips:
-        faults += _video_faults(clip, num_frames, fps)
+        try:
+            seen.append(_with_facts(clip, num_frames, fps))
+        except InputError as e:
+            faults.append(f"  {clip.name}: {e}")
     if faults:
         raise InputError(f"{folder} cannot be trained on ({len(faults)} faults):\n" + "\n".join(faults))
     if not clips:
         raise InputError(f"{folder} holds no clips; expected {', '.join(SUFFIXES)} or directories of images")
-    return sorted(clips, key=lambda clip: clip.name)
+    return sorted(seen, key=lambda clip: clip.name)
 
 
 def clip_contents(clips: Sequence[Clip]) -> list[Contents]:
@@ -98,7 +129,7 @@ def clip_contents(clips: Sequence[Clip]) -> list[Contents]:
     Raises:
         CheckpointError: a file cannot be read.
     """
-    files = [sorted(open_video(clip.path).files) for clip in clips]
+    files = [sorted(_open(clip.path, clip.num_frames).files) for clip in clips]
     hashes = iter(content_hashes([path for each in files for path in each]))
     return [Contents(clip.path, each, [next(hashes) for _ in each]) for clip, each in zip(clips, files, strict=True)]
 
@@ -121,7 +152,7 @@ def load_clip(path: Path, num_frames: int, height: int, width: int, fps: float) 
     Raises:
         InputError: the video cannot be read or is too short.
     """
-    clip = Resampled.at(open_video(path), fps)
+    clip = Resampled.at(_open(path, num_frames), fps)
     if clip.count < num_frames:
         raise InputError(f"{path} has {clip.count} frames at {fps:g} per second; {num_frames} are needed")
     start = (clip.count - num_frames) // 2
@@ -189,7 +220,7 @@ def _table_entries(folder: Path, table: str) -> Iterator[tuple[int, Mapping[str,
                 yield number, {"file": name, "caption": caption}
 
 
-def _read_caption_files(folder: Path) -> tuple[list[Clip], list[str]]:
+def _read_caption_files(folder: Path, images: bool) -> tuple[list[Clip], list[str]]:
     videos, labels = folder / "videos", folder / "labels"
     if not (videos.is_dir() and labels.is_dir()):
         videos = labels = folder
@@ -204,7 +235,7 @@ def _read_caption_files(folder: Path) -> tuple[list[Clip], list[str]]:
         elif path.suffix != ".txt":
             others.setdefault(stem, []).append(path)
     for stem in captions.keys() & others.keys() - named.keys():
-        named[stem] = [path for path in others[stem] if _is_video(path)]
+        named[stem] = [path for path in others[stem] if _is_video(path) or (images and _is_image(path))]
     clips, faults = [], []
     for stem, path in [(stem, path) for stem, paths in named.items() for path in paths]:
         name, text, caption = str(path.relative_to(folder)), labels / f"{stem}.txt", ""
@@ -252,6 +283,12 @@ def _is_video(path: Path) -> bool:
     return True
 
 
+def _is_image(path: Path) -> bool:
+    """Whether a file is an image by its name, and not an animated one."""
+    suffix = path.suffix.lower()
+    return suffix in IMAGE_SUFFIXES and path.is_file() and (suffix != ".webp" or is_one_image(path))
+
+
 def _warn(folder: Path, what: str, paths: Sequence[Path]) -> None:
     if paths:
         names = ", ".join(str(path.relative_to(folder)) for path in paths[:MAX_NAMED])
@@ -259,14 +296,17 @@ def _warn(folder: Path, what: str, paths: Sequence[Path]) -> None:
         log.warning("%s holds %s: %s%s", folder, what, names, more)
 
 
-def _video_faults(clip: Clip, num_frames: int, fps: float) -> list[str]:
-    try:
-        resampled = Resampled.at(open_video(clip.path), fps)
-    except InputError as e:
-        return [f"  {clip.name}: {e}"]
+def _with_facts(clip: Clip, num_frames: int, fps: float) -> Clip:
+    """The clip with what its file states.
+
+    Raises:
+        InputError: it cannot be read, or is too short.
+    """
+    resampled = Resampled.at(_open(clip.path, num_frames), fps)
     if resampled.count < num_frames:
-        return [f"  {clip.name}: too short, {resampled.count} frames at {fps:g} per second; {num_frames} are needed"]
+        raise InputError(f"too short, {resampled.count} frames at {fps:g} per second; {num_frames} are needed")
     if resampled.ratio < 0.99:
         own = resampled.source.info.fps
         log.warning("%s has %.3g frames per second, the model %g: frames will repeat", clip.name, own, fps)
-    return []
+    info = resampled.source.info
+    return replace(clip, num_frames=resampled.count, height=info.height, width=info.width)

@@ -225,7 +225,9 @@ class TrainingConfig:
     clips: folder of clips, see `training.clips`.
     out: the run's directory. A stopped run resumes from what is there.
     method: "lora" trains adapters and leaves the weights as they are; "full" trains all weights of the transformer.
-    num_frames, height, width: None for the release's.
+    num_frames, height, width: of the clips and of the sample videos; None for the release's.
+    buckets: [num_frames, height, width] of the clips, in place of one size for all; a clip is in the longest that it
+        fills, of these in the one of the nearest aspect ratio. A bucket of one frame takes images too.
     mesh: "DP,SP,TP", or "DP,SP,TP,fsdp" to shard weights and moments over all devices; None for one device.
     batch: clips per step, all micro-batches of `loop.accumulate` together.
     caption_dropout: share of captions replaced by the empty one, which classifier-free guidance needs.
@@ -255,6 +257,7 @@ class TrainingConfig:
     num_frames: int | None = None
     height: int | None = None
     width: int | None = None
+    buckets: tuple[tuple[int, int, int], ...] = ()
     mesh: str | None = None
     batch: int = 1
     caption_dropout: float = 0.1

@@ -38,13 +38,14 @@ from cogvideox_flax.runtime.global_arrays import fetch_on_first
 from cogvideox_flax.runtime.multihost import hosts
 from cogvideox_flax.runtime.settings import own_settings
 from cogvideox_flax.schedulers import TimestepLaw
+from cogvideox_flax.training.buckets import turn_of
 from cogvideox_flax.training.images import encoded_each_step, image_features
 from cogvideox_flax.training.job import RECORD_FILE, FinetuneJob
 from cogvideox_flax.training.latent_cache import LatentCache
 from cogvideox_flax.training.loop import METRICS_FILE, Trainer, Validation, match_run
 from cogvideox_flax.training.metrics import plot_metrics
 from cogvideox_flax.training.objectives import Metrics, drop_captions, sample_latents, velocity_loss
-from cogvideox_flax.training.prepare import clip_features, clip_latents, prompt_features
+from cogvideox_flax.training.prepare import ClipLatents, clip_features, clip_latents, prompt_features
 from cogvideox_flax.training.shuffle import shuffled_indices
 from cogvideox_flax.training.step import TrainState
 
@@ -76,7 +77,7 @@ def finetune(
     """
     config, out, name = job.config, job.config.out, job.model.denoiser
     which: Any = {"revision": config.revision, "variant": config.variant}
-    pipe = Pipeline.open_on_hosts(config.model, config.loop.dtype, job.mesh, **which, progress=progress)
+    pipe = Pipeline.open_on_hosts(config.model, config.trainer.dtype, job.mesh, **which, progress=progress)
     with run_dir_lock(out):
         match_run(out / RECORD_FILE, _made_of(job, pipe))
         captions = clip_features(job, pipe, progress)
@@ -130,29 +131,34 @@ def _assemble(job: FinetuneJob, params: dict[str, Any], frozen: dict[str, Any]) 
     return with_parameters(frozen[name], params[name]) if name in frozen else params[name]
 
 
-def _batch(step: int, *, job: FinetuneJob, latents: LatentCache, captions: LatentCache) -> dict[str, Any]:
+def _batch(step: int, *, job: FinetuneJob, latents: ClipLatents, captions: LatentCache) -> dict[str, Any]:
     """What is prepared of the clips of one step: `text` (features by name), and the arrays of `clip_latents`."""
-    config, clips = job.config, np.asarray(job.trained_on)
+    config, buckets = job.config, job.in_buckets(job.trained_on)
+    bucket, turn = turn_of(step, [len(clips) for clips in buckets], config.seed)
+    clips = np.asarray(buckets[bucket])
     return _gather(
-        clips[shuffled_indices(step, batch=config.batch, count=len(clips), seed=config.seed)], latents, captions
+        clips[shuffled_indices(turn, batch=config.batch, count=len(clips), seed=config.seed)], latents, captions
     )
 
 
-def _gather(indices: Int[np.ndarray, " B"], latents: LatentCache, captions: LatentCache) -> dict[str, Any]:
+def _gather(indices: Int[np.ndarray, " B"], latents: ClipLatents, captions: LatentCache) -> dict[str, Any]:
     return {**latents.gather(indices), "text": captions.gather(indices)}
 
 
-def _validation(job: FinetuneJob, latents: LatentCache, captions: LatentCache) -> Validation:
-    """All clips that are held out, else the first that are trained on, at `VALIDATION_SAMPLES` noises or more."""
-    config, clips = job.config, job.held_out or job.trained_on[:VALIDATION_SAMPLES]
+def _validation(job: FinetuneJob, latents: ClipLatents, captions: LatentCache) -> Validation:
+    """All clips that are held out, else the first of each bucket that are trained on, at `VALIDATION_SAMPLES` noises or
+    more."""
+    config, places = job.config, []
     micro = config.batch // config.loop.accumulate
-    count = -(-max(len(clips), VALIDATION_SAMPLES) // micro)
-    places = np.resize(np.asarray(clips), (count, micro))
+    buckets = job.in_buckets(job.held_out) or [clips[:VALIDATION_SAMPLES] for clips in job.in_buckets(job.trained_on)]
+    for clips in buckets:
+        count = -(-max(len(clips), VALIDATION_SAMPLES // len(buckets)) // micro)
+        places += list(np.resize(np.asarray(clips), (count, micro)))
 
     def batch(i: int) -> dict[str, Any]:
         return _gather(places[i], latents, captions)
 
-    return Validation(_validation_name(job), batch, count, config.validation.every)
+    return Validation(_validation_name(job), batch, len(places), config.validation.every)
 
 
 def _validation_name(job: FinetuneJob) -> str:
@@ -166,7 +172,8 @@ def _loss(
     loop."""
     sample_key, drop_key, noise_key = jax.random.split(key, 3)
     statistics = job.model.codec.statistics
-    latents = sample_latents(batch["mean"], batch["std"], sample_key, statistics, job.size.extra_latents)
+    extra_latents = -batch["mean"].shape[1] % job.model.temporal_patch
+    latents = sample_latents(batch["mean"], batch["std"], sample_key, statistics, extra_latents)
     text = drop_captions(batch["text"], frozen["empty"], job.config.caption_dropout, drop_key)
     shape = (len(latents), 1, *latents.shape[2:])
     image_key = jax.random.fold_in(key, 3)
@@ -192,6 +199,7 @@ def _made_of(job: FinetuneJob, pipe: Pipeline) -> dict[str, Any]:
         **({"lora": job.made_of_lora} if config.method == "lora" else {}),
         "clips": job.clips_fingerprint,
         "held out": len(job.held_out) or None,
+        "buckets": config.buckets or None,
         "size": [size.num_frames, size.height, size.width],
         "fps": job.fps,
         **{name.replace("_", " "): value for name, value in pipe.fingerprints().items()},

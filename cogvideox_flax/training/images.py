@@ -10,10 +10,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float32, Key, UInt8
 
 from cogvideox_flax.models.denoiser import Features
 from cogvideox_flax.models.model import VisualInput
+from cogvideox_flax.models.sizes import Size
 
 FRAME = "first_frame"
 """The name of the clips' first frames among the prepared arrays."""
@@ -22,6 +24,15 @@ FRAME = "first_frame"
 def encoded_each_step(visual: VisualInput) -> bool:
     """Whether a feature of the image has noise, so that each step encodes the image anew; else it is prepared once."""
     return visual.noise is not None
+
+
+def image_arrays(visual: Sequence[VisualInput], size: Size) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """Name -> shape and dtype of what is prepared of the first frame of a clip."""
+    _, _, *latent = size.latent_shape(1)
+    arrays: dict[str, tuple[tuple[int, ...], Any]] = {
+        each.feature: (each.shape or (1, *latent), np.float32) for each in visual if not encoded_each_step(each)
+    }
+    return arrays | ({FRAME: ((size.height, size.width, 3), np.uint8)} if len(arrays) < len(visual) else {})
 
 
 def noised_frames(

@@ -33,9 +33,10 @@ from cogvideox_flax.runtime.multihost import hosts
 from cogvideox_flax.runtime.settings import random_key
 from cogvideox_flax.schedulers import TimestepLaw
 from cogvideox_flax.schedulers.base import DiffusionScheduler
+from cogvideox_flax.training.buckets import bucket_of
 from cogvideox_flax.training.clips import Clip, clip_contents, clips_fingerprint, find_clips
 from cogvideox_flax.training.config import TrainingConfig, config_json, config_of_json, read_config, require
-from cogvideox_flax.training.images import encoded_each_step
+from cogvideox_flax.training.images import encoded_each_step, image_arrays
 from cogvideox_flax.training.metrics import check_tensorboard
 
 RECORD_FILE = hub.TRAINING_RECORD
@@ -87,7 +88,7 @@ class FinetuneJob:
             return [UNSEEN for _ in images] or None
         return resolve_media(self.model, {"image": list(images) or None}, self.samples.batch).get("image")
 
-    @property
+    @cached_property
     def images(self) -> list[VisualInput]:
         """The features of the first frame that an image-to-video model takes."""
         return [visual for visual in self.model.visual if visual.input == "image"]
@@ -111,8 +112,24 @@ class FinetuneJob:
 
     @cached_property
     def size(self) -> Size:
-        """The size of a clip."""
+        """The size of a clip, and of the sample videos."""
         return self.samples.size
+
+    @cached_property
+    def buckets(self) -> list[Size]:
+        """The sizes of the clips: one, or those of the buckets."""
+        return [self.model.resolve_size(*bucket) for bucket in self.config.buckets] or [self.size]
+
+    @cached_property
+    def members(self) -> list[list[int]]:
+        """The indices of the clips in each bucket."""
+        places = [bucket_of(clip, self.buckets) if self.config.buckets else 0 for clip in self.clips]
+        return [[i for i, place in enumerate(places) if place == bucket] for bucket in range(len(self.buckets))]
+
+    def in_buckets(self, clips: Sequence[int]) -> list[list[int]]:
+        """These clips, by bucket; without the buckets that have none of them."""
+        chosen = set(clips)
+        return [found for members in self.members if (found := [i for i in members if i in chosen])]
 
     @property
     def fps(self) -> int:
@@ -222,8 +239,11 @@ class FinetuneJob:
         """Bytes on all devices together that are held during the whole run, by kind. Activations come on top."""
         loop = self.config.loop
         itemsize = jnp.dtype(loop.dtype).itemsize
+        encoders = {visual.component for visual in self.images if encoded_each_step(visual)}
+        configs, components = self.manifest.configs, self.model.components
         return {
             "frozen weights": 0 if self.config.method == "full" else itemsize * self.parameters,
+            "image encoder": itemsize * sum(components[name].num_parameters(configs[name]) for name in encoders),
             "trained weights": 4 * self.trainable,
             f"their {loop.dtype} copy": itemsize * self.trainable if itemsize < 4 else 0,
             "gradients": 4 * self.trainable,
@@ -234,16 +254,18 @@ class FinetuneJob:
     def disk(self) -> int:
         """Bytes that the run writes, about: prepared clips, training states, and the result."""
         loop, features = self.config.loop, self.model.feature_shapes(1).values()
-        example = 2 * 2 * math.prod(self.size.latent_shape(1)) + 4 * sum(map(math.prod, features))
-        if any(map(encoded_each_step, self.images)):
-            example += 3 * self.size.height * self.size.width
+        examples = len(self.clips) * 4 * sum(map(math.prod, features))
+        for bucket, members in zip(self.buckets, self.members, strict=True):
+            image = image_arrays(self.images, bucket).values()
+            nbytes = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in image)
+            examples += len(members) * (2 * 2 * math.prod(bucket.latent_shape(1)) + nbytes)
         state = (16 if loop.ema_decay else 12) * self.trainable
         result = 4 * self.trainable
         if self.config.method == "full":
             kept = self.model.components.keys() - {self.model.denoiser}
             copied = [name for name in kept if not self._can_link(name)]
             result = sum(map(self._stored_bytes, (self.model.denoiser, *copied)))
-        return len(self.clips) * example + (loop.keep + 1) * state + result
+        return examples + (loop.keep + 1) * state + result
 
     def _can_link(self, component: str) -> bool:
         """Whether the result can hold a hard link to this component of the base: both are on one file system."""
@@ -257,14 +279,13 @@ class FinetuneJob:
 
     def describe(self) -> str:
         """Describe what the run would do and need, as a table for people."""
-        config, size = self.config, self.size
+        config = self.config
         release, steps, count = self.manifest.release, config.loop.steps, len(self.clips)
         memory = {name: nbytes for name, nbytes in self.memory().items() if nbytes}
         rows = {
             "model": f"{config.model or hub.EMBEDDED.name} ({release.name if release else 'not a released model'})",
             "clips": f"{count} in {config.clips}",
-            "size": f"{size.num_frames} frames of {size.height}x{size.width} at {self.fps} fps",
-            "tokens": f"{self.tokens:,} per clip, text included",
+            **self._describe_sizes(),
             "training": f"{self.trainable:,} of {self.parameters:,} parameters ({config.method})",
             "steps": f"{steps} of {config.batch} clips in {config.loop.accumulate} micro-batches, "
             f"{steps * config.batch / count:.1f} times each clip",
@@ -274,6 +295,17 @@ class FinetuneJob:
         }
         width = max(map(len, rows))
         return "\n".join(f"{name:{width}}  {text}" for name, text in rows.items())
+
+    def _describe_sizes(self) -> dict[str, str]:
+        rows, size = {}, self.size
+        for number, (bucket, members) in enumerate(zip(self.buckets, self.members, strict=True), 1):
+            shape, tokens = "x".join(map(str, bucket.video.values())), self.model.workload(bucket).tokens
+            rows[f"bucket {number}"] = f"{shape} at {self.fps} fps, {tokens:,} tokens per clip: {len(members)} clips"
+        single = {
+            "size": f"{size.num_frames} frames of {size.height}x{size.width} at {self.fps} fps",
+            "tokens": f"{self.tokens:,} per clip, text included",
+        }
+        return rows if self.config.buckets else single
 
 
 def open_job(path: Path, overrides: Mapping[str, Any]) -> FinetuneJob:
@@ -286,12 +318,12 @@ def open_job(path: Path, overrides: Mapping[str, Any]) -> FinetuneJob:
     def decide() -> dict[str, Any]:
         job = check(read_config(path, overrides))
         made.append(job)
-        clips = [[str(clip.path), clip.name, clip.caption] for clip in job.clips]
+        clips = [vars(clip) | {"path": str(clip.path)} for clip in job.clips]
         return {"config": config_json(job.config), "manifest": job.manifest.to_json(), "clips": clips}
 
     decided = hosts.broadcast(decide)
     if not made:
-        clips = [Clip(Path(path), name, caption) for path, name, caption in decided["clips"]]
+        clips = [Clip(**clip | {"path": Path(clip["path"])}) for clip in decided["clips"]]
         config, manifest = config_of_json(decided["config"]), Manifest.from_json(decided["manifest"])
         made.append(FinetuneJob(config=config, manifest=manifest, clips=clips))
     hosts.check_mesh(made[0].mesh)
@@ -310,7 +342,7 @@ def check(config: TrainingConfig) -> FinetuneJob:
     job = FinetuneJob(config=config, manifest=hub.peek(config.model, config.revision, variant=config.variant))
     config, manifest, model = job.config, job.manifest, job.model
     loop = config.loop
-    check_model(manifest, where, loop.dtype, job.mesh)
+    check_model(manifest, where, config.trainer.dtype, job.mesh)
     if manifest.quantized(model.denoiser):
         raise InputError(
             f"the {model.denoiser} of {where} is quantized and cannot be trained; take the checkpoint it is from"
@@ -330,7 +362,8 @@ def check(config: TrainingConfig) -> FinetuneJob:
         sharding.named(job.mesh, ("batch",), (config.batch // loop.accumulate,), "the clips of a micro-batch")
     if config.sample.prompts:
         sharding.check_batch(job.mesh, job.samples.denoiser_batch)
-    clips = find_clips(config.clips, job.size.num_frames, job.fps)
+    fewest = min(bucket.num_frames for bucket in job.buckets)
+    clips = find_clips(config.clips, fewest, job.fps)
     if config.id_token:
         clips = [dataclasses.replace(clip, caption=f"{config.id_token} {clip.caption}") for clip in clips]
     job = dataclasses.replace(job, clips=clips)
@@ -347,11 +380,14 @@ def _check_images(job: FinetuneJob) -> None:
     """Refuse settings about images that are not the model's, and images that cannot be read."""
     config, has_images = job.config, bool(job.images)
     takes_noise = any(map(encoded_each_step, job.images))
+    few = any(size.num_frames == 1 for size in job.buckets)
+    where = "buckets" if config.buckets else "num_frames"
     counts = {1, len(config.sample.prompts)} if has_images and config.sample.prompts else {0}
     require(
         config,
         ("image_noise", config.image_noise is None or takes_noise, "none: no image of this model has noise"),
         ("image_dropout", config.image_dropout is None or has_images, "none: this model takes no image"),
+        (where, not (has_images and few), "more than one frame: an image that is a whole clip leaves nothing to learn"),
         ("sample.images", len(config.sample.images) in counts, f"{' or '.join(map(str, sorted(counts)))} of them"),
     )
     if config.sample.images:

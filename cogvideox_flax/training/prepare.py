@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Float32
+from jaxtyping import Float32, Int
 
 from cogvideox_flax import sharding
 from cogvideox_flax.errors import InputError
@@ -19,6 +21,7 @@ from cogvideox_flax.generate.store import is_fresh, read_stage, write_stage
 from cogvideox_flax.io.clips import resize_frames
 from cogvideox_flax.io.video import from_uint8
 from cogvideox_flax.models.denoiser import Features
+from cogvideox_flax.models.sizes import Size
 from cogvideox_flax.runtime.compile import compiled_once, compiler_options
 from cogvideox_flax.runtime.global_arrays import fetch, put
 from cogvideox_flax.runtime.multihost import hosts
@@ -38,7 +41,7 @@ def clip_features(job: FinetuneJob, pipe: Pipeline, progress: bool) -> LatentCac
     def compute(indices: range) -> dict[str, np.ndarray]:
         return _encode_texts(job, pipe, [job.clips[i].caption for i in indices], progress)
 
-    return _open_cache(job, pipe, _text_parts(job), compute)
+    return _open_cache(job, pipe, _text_parts(job), compute, job.size, len(job.clips))
 
 
 def prompt_features(job: FinetuneJob, pipe: Pipeline, progress: bool) -> dict[str, Float32[np.ndarray, "N ..."]]:
@@ -52,13 +55,26 @@ def prompt_features(job: FinetuneJob, pipe: Pipeline, progress: bool) -> dict[st
     return read_stage(path, names, "cogvideox train")[0]
 
 
-def clip_latents(job: FinetuneJob, pipe: Pipeline) -> LatentCache:
+@dataclass(frozen=True)
+class ClipLatents:
+    """What `clip_latents` makes, a cache for each bucket. members: the indices of its clips, increasing."""
+
+    caches: Sequence[LatentCache]
+    members: Sequence[Sequence[int]]
+
+    def gather(self, indices: Int[np.ndarray, " N"]) -> dict[str, np.ndarray]:
+        """The arrays of these clips, which are of one bucket, stacked."""
+        bucket = next(i for i, members in enumerate(self.members) if indices[0] in members)
+        return self.caches[bucket].gather(np.searchsorted(self.members[bucket], indices))
+
+
+def clip_latents(job: FinetuneJob, pipe: Pipeline) -> ClipLatents:
     """`mean` and `std` [t, h, w, C] of the VAE's posterior of each clip, not normalized; of image-to-video models also
     `FRAME` [H, W, 3], or the features of the first frame by name.
 
     In float16: latents stay within tens, and its relative precision of 1/2048 is finer than the noise of any timestep.
     """
-    size, part = job.size, job.model.decoder
+    part = job.model.decoder
 
     def compiled(encode: Callable[..., Any]) -> Callable[..., Any]:
         return compiled_once(jax.jit(encode, compiler_options=compiler_options(pipe.dtype)), None)
@@ -68,17 +84,18 @@ def clip_latents(job: FinetuneJob, pipe: Pipeline) -> LatentCache:
     encode_image = {visual.feature: compiled(job.samples.encode_visual(visual)) for visual in prepared}
 
     @hosts.broadcast_result
-    def load(group: list[int]) -> np.ndarray:
+    def load(group: list[int], size: Size) -> np.ndarray:
         clips = []
         for i in group:
             with job.contents[i].reading():
                 clips.append(load_clip(job.clips[i].path, size.num_frames, size.height, size.width, job.fps))
         return np.stack(clips)
 
-    def compute(indices: range) -> dict[str, np.ndarray]:
+    def compute(places: range, members: Sequence[int], size: Size) -> dict[str, np.ndarray]:
+        indices = [members[place] for place in places]
         rows: list[dict[str, np.ndarray]] = []
         for group, count in _dp_groups(indices, job.mesh):
-            clips = load(group)
+            clips = load(group, size)
             video = from_uint8(clips)
             place = sharding.named(job.mesh, ("batch",), video.shape, "clips") if job.mesh is not None else None
             mean, logvar = map(fetch, encode(pipe.component(part), put(video, place)))
@@ -100,7 +117,11 @@ def clip_latents(job: FinetuneJob, pipe: Pipeline) -> LatentCache:
         return latents
 
     parts = dict.fromkeys((part, *(visual.component for visual in prepared)))
-    return _open_cache(job, pipe, tuple(parts), compute)
+    caches = [
+        _open_cache(job, pipe, tuple(parts), partial(compute, members=members, size=size), size, len(members))
+        for size, members in zip(job.buckets, job.members, strict=True)
+    ]
+    return ClipLatents(caches, job.members)
 
 
 def _text_parts(job: FinetuneJob) -> tuple[str, ...]:
@@ -113,9 +134,14 @@ def _open_cache(
     pipe: Pipeline,
     parts: tuple[str, ...],
     compute: Callable[[range], dict[str, np.ndarray]],
+    size: Size,
+    count: int,
 ) -> LatentCache:
-    """Open the cache of what these parts of the model compute from the clips, in a folder named by the first part."""
-    size, fingerprints = job.size, pipe.fingerprints()
+    """Open the cache of what these parts of the model compute from `count` clips, in a folder named by the first part,
+    and by the size where there are several."""
+    fingerprints, folder = pipe.fingerprints(), _folder(job) / parts[0]
+    if size is not job.size:
+        folder = folder.with_name(f"{parts[0]}-{size.num_frames}x{size.height}x{size.width}")
     meta = {
         "clips": job.clips_fingerprint,
         "features": list(job.model.feature_shapes(1)),
@@ -124,7 +150,7 @@ def _open_cache(
         "model": [fingerprints[name] for name in parts],
         "dtype": pipe.dtype,
     }
-    return latent_cache.prepare(_folder(job) / parts[0], len(job.clips), compute, shard_size=SHARD_SIZE, meta=meta)
+    return latent_cache.prepare(folder, count, compute, shard_size=SHARD_SIZE, meta=meta)
 
 
 def _folder(job: FinetuneJob) -> Path:

@@ -338,6 +338,32 @@ def test_a_run_with_other_recipes_resumes_exactly(write, tmp_path):
     assert ours.keys() == theirs.keys() and all(np.array_equal(ours[name], theirs[name]) for name in ours)
 
 
+def test_buckets_of_clips_and_images(write, run, clips, tmp_path):
+    """A stopped run gives the same weights; each bucket has its own shapes, and its turns."""
+    folder = shutil.copytree(clips, tmp_path / "clips")
+    for name in ("d.png", "0001.jpg", "0002.jpg"):  # each an image of its own
+        Image.fromarray(np.random.default_rng(len(name)).integers(0, 256, (50, 70, 3), np.uint8)).save(folder / name)
+        (folder / name).with_suffix(".txt").write_text("a red circle")
+    text = CONFIG.replace("[lora]", "buckets = [[9, 32, 48], [1, 48, 64]]\n\n[lora]", 1)
+    path = write(text.replace("steps = 4", "steps = 6").replace("log_every = 2", "log_every = 1"), clips=folder)
+    job = check(read_config(path))
+    names = [[job.clips[i].name for i in members] for members in job.members]
+    assert names == [["a.mp4", "b.gif", "c"], ["0001.jpg", "0002.jpg", "d.png"]]
+    assert "1x48x64 at 8 fps, 22 tokens per clip: 3 clips" in job.describe()
+    cut = tmp_path / "run" / FILE_NAME
+    assert finetune(job, stop_after=lambda done: done == 3, progress=False) is None
+    finetune(job, progress=False)
+    whole = finetune(check(read_config(path, {"out": str(tmp_path / "whole")})), progress=False)
+    ours, theirs = load_file(cut), load_file(whole)
+    assert ours.keys() == theirs.keys() and all(np.array_equal(ours[name], theirs[name]) for name in ours)
+    lines = [read_metrics(file.parent / "training" / "metrics.jsonl") for file in (cut, whole)]
+    assert [x["loss"] for x in lines[0] if "loss" in x] == [x["loss"] for x in lines[1] if "loss" in x]
+    for name, shape in {"vae-9x32x48": (3, 3, 4, 6, 16), "vae-1x48x64": (3, 1, 6, 8, 16)}.items():
+        assert load_file(tmp_path / "run" / "prepared" / name / "00000.safetensors")["mean"].shape == shape
+    with pytest.raises(InputError, match=r"buckets: there \[.*, now None"):
+        finetune(check(read_config(write(clips=clips))), progress=False)
+
+
 def test_clips_that_are_held_out(write, tmp_path, clips, caplog):
     config = read_config(write(CONFIG + "[validation]\nclips = 2\nevery = 3\n"))
     job = check(config)
@@ -537,6 +563,7 @@ def test_all_faults_of_a_configuration_in_one_message(write):
         ({"method": "dora"}, "method: got 'dora', expected lora or full"),
         ({"batch": 3}, "batch: got 3, expected a multiple of loop.accumulate, 2"),
         ({"caption_dropout": 1.5}, "caption_dropout"),
+        ({"buckets": [[9, 32, 48], [10, 32, 48]]}, "num_frames is 10; it must be 8 n \\+ 1"),
         ({"optimizer.schedule": "step"}, "schedule: got 'step', expected cosine or linear or constant_with_warmup"),
         ({"min_snr": 0.0}, "min_snr: got 0.0, expected a finite number above 0"),
         ({"timesteps.law": "lognorm"}, "timesteps.law: got 'lognorm', expected uniform or logit_normal or mode"),

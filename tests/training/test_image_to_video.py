@@ -25,7 +25,7 @@ from cogvideox_flax.training import finetune as finetuning
 from cogvideox_flax.training.clips import load_clip
 from cogvideox_flax.training.config import LoRAConfig, read_config
 from cogvideox_flax.training.finetune import _loss, finetune
-from cogvideox_flax.training.images import FRAME, image_features, noised_frames
+from cogvideox_flax.training.images import FRAME, image_arrays, image_features, noised_frames
 from cogvideox_flax.training.job import check
 from cogvideox_flax.training.metrics import read_metrics
 from cogvideox_flax.training.prepare import clip_latents
@@ -353,6 +353,8 @@ def test_what_is_prepared_of_the_first_frame_is_what_inference_makes_of_it(model
     job = job_of(release)
     pipe = Pipeline.from_pretrained(models(release)[1], "float32")
     found = clip_latents(job, pipe).gather(np.arange(3))
+    of_images = {name: (value.shape[1:], value.dtype) for name, value in found.items() if name not in ("mean", "std")}
+    assert of_images == image_arrays(job.images, job.size)
     frames = np.stack([load_clip(clip.path, 9, 32, 48, job.fps)[0] for clip in job.clips])
     if release != HUNYUAN:
         np.testing.assert_array_equal(found[FRAME], frames)
@@ -362,6 +364,16 @@ def test_what_is_prepared_of_the_first_frame_is_what_inference_makes_of_it(model
     request = GenerationRequest([CAPTION] * 3, image=list(frames), **size)
     for name, value in pipe.encode(request, progress=False).visual.items():
         np.testing.assert_allclose(found[name], value, atol=2e-5)
+
+
+def test_memory_and_disk_count_what_the_image_takes(job_of, models):
+    """The VAE beside the transformer, and a frame of 32x48 of each of three clips."""
+    job, text = job_of("cogvideox1.5-5b-i2v"), job_of("cogvideox1.5-5b-i2v")
+    vars(text)["images"] = []
+    vae = load_component("vae", models("cogvideox1.5-5b-i2v")[1], dtype="float32")
+    assert job.memory()["image encoder"] == 4 * sum(x.size for x in jax.tree.leaves(vae))
+    assert text.memory()["image encoder"] == 0
+    assert job.disk() - text.disk() == 3 * 32 * 48 * 3
 
 
 @pytest.mark.further
@@ -381,6 +393,7 @@ def test_a_mesh_trains_as_one_device(job_of, tmp_path):
     ("release", "changes", "message"),
     [
         ("cogvideox1.5-5b-i2v", {"sample.prompts": ["a", "b"]}, r"sample.images: got \(\), expected 1 or 2 of them"),
+        ("cogvideox1.5-5b-i2v", {"num_frames": 1}, "num_frames: got 1, expected more than one frame"),
         ("cogvideox1.5-5b-i2v", {"image_dropout": 1.5}, "image_dropout: got 1.5, expected 0 to 1"),
         ("cogvideox1.5-5b-i2v", {"image_noise": [0.0, -1.0]}, "image_noise: got .*, expected a mean, and a deviation"),
         (HUNYUAN, {"image_noise": [-3.0, 0.5]}, "image_noise: got .*, expected none: no image of this model has noise"),
