@@ -343,6 +343,13 @@ def _add_plan(sub: argparse.ArgumentParser) -> None:
     for name, each in options("encode", "denoise", "decode").items():
         if each.affects_forecast:
             add_option(sub, name, each)
+    what = "a training step, of these and of the options of size; videos too only with --stages"
+    sub.add_argument("--train", action="store_true", help=what)
+    sub.add_argument("--method", choices=("lora", "full"), help="what is trained; default: lora")
+    sub.add_argument("--rank", type=_count, metavar="R", help="rank of the adapters; default: 64")
+    sub.add_argument("--batch", type=_count, metavar="CLIPS", help="clips of a step; default: 1")
+    what = "what is recomputed in the backward pass (docs/training.md); default: full"
+    sub.add_argument("--remat", choices=("none", "full", "attention", "offload"), help=what)
     what = "dollars for an hour of one chip: says what a run costs"
     sub.add_argument("--price", type=float, metavar="DOLLARS", help=what)
     sub.add_argument("--prompts", type=_count, default=1, help="number of prompts at once; default: 1")
@@ -351,8 +358,7 @@ def _add_plan(sub: argparse.ArgumentParser) -> None:
         "--stages",
         nargs="+",
         choices=(*STAGES, "run"),
-        default=STAGES,
-        help="stages to forecast; default: encode denoise decode; run is all of them as one program",
+        help="stages to forecast; default: encode denoise decode, with --train none; run is all of them as one program",
     )
     sub.add_argument("--json", action="store_true", help="one JSON object on stdout")
     sub.add_argument("--quiet", action="store_true", help="print no progress")

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
+from pathlib import Path
 
+from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.cli.arguments import TRAINING_OPTIONS
 from cogvideox_flax.errors import InputError, install_extra
 
@@ -14,8 +17,22 @@ try:
 except ImportError as e:
     raise InputError(f"training needs {e.name}: {install_extra('train')}") from e
 
-from cogvideox_flax.training.finetune import finetune
-from cogvideox_flax.training.job import open_job
+from cogvideox_flax.plan import topology_devices
+from cogvideox_flax.plan.chips import GPUS
+from cogvideox_flax.runtime.terminal import say
+from cogvideox_flax.training.config import LoopTable, LoRAConfig, TrainingConfig
+from cogvideox_flax.training.finetune import finetune, loss_of
+from cogvideox_flax.training.forecast import (
+    StepForecast,
+    attached_devices,
+    describe_excess,
+    fitting,
+    forecast,
+    meshes,
+    on_topology,
+    with_settings,
+)
+from cogvideox_flax.training.job import FinetuneJob, check_trainable, open_job
 
 
 def train(args: argparse.Namespace) -> None:
@@ -25,9 +42,53 @@ def train(args: argparse.Namespace) -> None:
     given = {key: getattr(args, name) for key, name in names.items()}
     job = open_job(args.config, {key: value for key, value in given.items() if value is not None})
     if args.check:
-        print(job.describe())
+        step, _ = fitting(job, loss_of, attached_devices(job))
+        print(job.describe(step.describe(job.config.loop.steps)))
         return
     result = finetune(job, progress=not args.quiet)
     if result is None:
         raise KeyboardInterrupt  # stopped in order: `main` says how to go on
     print(result)
+
+
+PLANNED_STEPS = 1000
+"""Whose time a plan says."""
+
+
+def plan_training(args: argparse.Namespace, manifest: Manifest) -> tuple[FinetuneJob, StepForecast, str]:
+    """The job that the options of `plan --train` describe, its step, and what to say of it.
+
+    Without --mesh, the first mesh over all chips that fits: clips beside each other, then tokens, then weights split.
+    """
+    config = TrainingConfig(
+        clips=Path(),
+        out=Path(),
+        method=args.method or "lora",
+        lora=LoRAConfig(rank=args.rank),
+        mesh=args.mesh,
+        batch=args.batch or 1,
+        remat=args.remat or "full",
+        loop=LoopTable(steps=PLANNED_STEPS, dtype=args.dtype or manifest.default_dtype),
+        **{name: getattr(args, name) for name in ("num_frames", "height", "width")},
+    )
+    job, candidates = FinetuneJob(config=config, manifest=manifest), []
+    if args.mesh is None and args.topology not in GPUS:
+        chips = len(topology_devices(args.topology))
+        dp = math.gcd(chips, config.batch)
+        job = with_settings(job, mesh=f"{dp},{chips // dp},1")
+        candidates = [other for _, other in meshes(job, chips)]
+    (job, target), first = on_topology(job, args.topology), None
+    for candidate in [job, *(on_topology(other, args.topology)[0] for other in candidates)]:
+        check_trainable(candidate, "the model")
+        say(f"compiling a training step for {args.topology}, mesh {candidate.config.mesh or '1,1,1'}", not args.quiet)
+        step, _ = forecast(candidate, loss_of(candidate), target)
+        if step.fits:
+            text = f"training: {step.describe(PLANNED_STEPS)}"
+            if args.price is not None:
+                chips = 1 if candidate.mesh is None else candidate.mesh.size
+                text += f", ${PLANNED_STEPS * step.estimated_s / 3600 * chips * args.price:.2f}"
+            return candidate, step, text
+        first = first or (candidate, step)
+    assert first is not None
+    text = "" if args.json else describe_excess(first[0], loss_of, target, first[1])
+    return *first, text

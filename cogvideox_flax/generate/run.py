@@ -482,9 +482,13 @@ def _is_clip(visual: VisualInput) -> bool:
 def abstract_weights(manifest: Manifest, component: str, dtype: str, mesh: Mesh | None) -> Any:
     """A component's module as shapes, in the dtype and where it will lie."""
     module = checkpoint.cast(manifest.abstract(component), dtype)
+    return shapes_on(module, mesh, manifest.model.components[component].sharding)
+
+
+def shapes_on(module: Any, mesh: Mesh | None, rows: sharding.ParameterRows) -> Any:
+    """A module of shapes where its parameters will lie."""
     if mesh is None:
         return module
-    rows = manifest.model.components[component].sharding
 
     def place(path: jax.tree_util.KeyPath, leaf: Any) -> Any:
         where = sharding.parameter_sharding(mesh, rows, sharding.parameter_name(path), leaf.shape)

@@ -27,9 +27,14 @@ HIDDEN = "hidden"
 Body = Callable[[Any, Any], tuple[Any, None]]
 
 
+def choice_of(remat: Remat) -> RematChoice:
+    """The choice that a boolean stands for."""
+    return ("full" if remat else "none") if isinstance(remat, bool) else remat
+
+
 def recomputed(body: Body, remat: Remat) -> Body:
     """The body of a scan over layers, body(x, layer), with this choice."""
-    name = ("full" if remat else "none") if isinstance(remat, bool) else remat
+    name = choice_of(remat)
     if name == "none":
         return body
     policies = jax.checkpoint_policies

@@ -10,6 +10,8 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -22,11 +24,12 @@ from cogvideox_flax.generate.resolve import check_model
 from cogvideox_flax.generate.run import ProgramCall, Run
 from cogvideox_flax.io.values import is_finite_number, short_repr
 from cogvideox_flax.models.sizes import Size
-from cogvideox_flax.plan.chips import GPUS, Chip, chip_of, topology_devices
+from cogvideox_flax.plan.chips import GPUS, Chip, Gpu, chip_of, topology_devices
 from cogvideox_flax.plan.collectives import Traffic, collectives
-from cogvideox_flax.plan.flops import count_flops
+from cogvideox_flax.plan.flops import Flops, Shares, count_flops
 from cogvideox_flax.plan.gpu import (
     GPU_METHOD,
+    Compiled,
     compile_program,
     compiling_without_gpu,
     modelled_seconds,
@@ -46,6 +49,9 @@ _RATES = ", ".join(
         *(f"convolutions to {n} channels or more at {rate}" for n, rate in CONVOLUTION_RATES.items()),
     ]
 )
+TRAIN = "train"
+"""The stage of a training step."""
+
 PARTS = 20
 """How many of a program's longest parts a forecast keeps."""
 METHOD = (
@@ -103,7 +109,9 @@ class Forecast:
 
     @property
     def estimated_s(self) -> float:
-        return sum(stage.estimated_s for stage in self.stages)
+        """Of a video; of a training step, where nothing else is forecast."""
+        videos = [stage for stage in self.stages if stage.name != TRAIN]
+        return sum(stage.estimated_s for stage in videos or self.stages)
 
     @property
     def chips(self) -> int:
@@ -189,28 +197,48 @@ def _on_gpu(run: Run, name: str, mesh: sharding.MeshShape, stages: Sequence[str]
                 with compiling_without_gpu():
                     found = compile_program(program, args, gpu, run.dtype)
                     flops = count_flops(program, *args, shares=_shares(run), platform="cuda")
-                moved = moved_bytes(found.text, _shares(run))
-                attention, rest = modelled_seconds(flops, moved, head_dim, run.dtype, gpu)
-                yield StageForecast(
-                    name=stage if len(programs) == 1 else f"{stage} {program.name}",
-                    runs=runs,
-                    hbm_gib_per_chip=found.peak / GIB,
-                    argument_gib=found.arguments / GIB,
-                    temp_gib=found.temporaries / GIB,
-                    flops=flops.total,
-                    collectives={},
-                    collective_bytes=0,
-                    compile_s=found.seconds,
-                    kernels_s=attention,
-                    outside_s=rest,
-                    wire_s=0.0,
-                    hidden_s=0.0,
-                    estimated_s=runs * (attention + rest),
-                    fits=found.peak <= usable,
-                    parts=(),
-                )
+                label = stage if len(programs) == 1 else f"{stage} {program.name}"
+                how = {"shares": _shares(run), "head_dim": head_dim, "dtype": run.dtype, "usable": usable}
+                yield analyse_gpu(label, found, gpu, runs=runs, flops=flops, **how)
 
     return each_stage()
+
+
+def analyse_gpu(
+    name: str,
+    program: Compiled,
+    gpu: Gpu,
+    *,
+    runs: int,
+    flops: Flops,
+    head_dim: int,
+    dtype: str,
+    usable: int,
+    shares: Shares = MappingProxyType({}),
+) -> StageForecast:
+    """The forecast of a stage from its program, compiled for one GPU.
+
+    flops: of the forms that run on a GPU. usable: bytes of its memory.
+    """
+    attention, rest = modelled_seconds(flops, moved_bytes(program.text, shares), head_dim, dtype, gpu)
+    return StageForecast(
+        name=name,
+        runs=runs,
+        hbm_gib_per_chip=program.peak / GIB,
+        argument_gib=program.arguments / GIB,
+        temp_gib=program.temporaries / GIB,
+        flops=flops.total,
+        collectives={},
+        collective_bytes=0,
+        compile_s=program.seconds,
+        kernels_s=attention,
+        outside_s=rest,
+        wire_s=0.0,
+        hidden_s=0.0,
+        estimated_s=runs * (attention + rest),
+        fits=program.peak <= usable,
+        parts=(),
+    )
 
 
 def _shares(run: Run) -> dict[str, tuple[float, float]]:
@@ -232,12 +260,27 @@ def _compile(name: str, compiled: ProgramCall, flops: int, run: Run, mesh: Mesh,
     jitted = jax.jit(program, compiler_options=options, donate_argnames=program.donate)
     executable = compile_for(jitted, args, program.mesh_for(mesh, *args))
     seconds = time.perf_counter() - start
+    return analyse(name, executable, on=mesh, chip=chip, runs=runs, flops=flops, compile_s=seconds, shares=_shares(run))
+
+
+def analyse(
+    name: str,
+    executable: Any,
+    *,
+    on: Mesh | None,
+    chip: Chip,
+    runs: int,
+    flops: int,
+    compile_s: float,
+    shares: Shares = MappingProxyType({}),
+) -> StageForecast:
+    """The forecast of a stage from its program, compiled for the TPU chips of a mesh; None: for one chip."""
     memory, text = executable.memory_analysis(), executable.as_text()
     assert memory is not None and text is not None
     peak = bytes_needed(memory)
-    hlo = Program(text, _shares(run))
+    hlo = Program(text, shares)
     traffic = collectives(hlo)
-    links = Links([device.coords for device in mesh.devices.flat])
+    links = Links([] if on is None else [device.coords for device in on.devices.flat])
     wire_s, hidden_s = waits(hlo, chip, lambda op: links.busiest_bytes(op) / chip.link)
     listed = parts(hlo, chip)
     kernels, outside = (sum(part.seconds for part in listed if part.in_kernel == inside) for inside in (True, False))
@@ -250,7 +293,7 @@ def _compile(name: str, compiled: ProgramCall, flops: int, run: Run, mesh: Mesh,
         flops=flops,
         collectives=traffic,
         collective_bytes=sum(t.wire_bytes for t in traffic.values()),
-        compile_s=seconds,
+        compile_s=compile_s,
         kernels_s=kernels,
         outside_s=outside,
         wire_s=wire_s,
@@ -289,6 +332,8 @@ def describe(forecast: Forecast, price: float | None = None) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     table = "\n".join("  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows)
     method = METHOD if forecast.topology not in GPUS else GPU_METHOD
+    if all(s.name == TRAIN for s in forecast.stages):
+        return f"{head}\nper chip and step; TFLOP over all chips\n{table}\nestimated: {method}"
     takes = f"{forecast.estimated_s / forecast.videos:.1f} s of {forecast.chips} chips"
     if price is not None:
         takes += f", ${forecast.dollars(price):.4f} at ${price:g} for an hour of each"

@@ -136,11 +136,19 @@ def compile_program(program: Program, args: Any, gpu: Gpu, dtype: str) -> Compil
         options = compiler_options(dtype, platform="gpu", fast_compile=program.fast_compile)
         start = time.perf_counter()
         with compiling_for("cuda"):
-            executable = jax.jit(program, compiler_options=options).lower(*shapes).compile()
-        seconds = time.perf_counter() - start
+            jitted = jax.jit(program, compiler_options=options, donate_argnames=program.donate)
+            executable = jitted.lower(*shapes).compile()
+        return compiled(executable, shapes, time.perf_counter() - start)
+
+
+def compiled(executable: Any, args: Any, seconds: float) -> Compiled:
+    """What is known of an executable for one GPU.
+
+    args: its arguments as shapes.
+    """
     memory, text = executable.memory_analysis(), executable.as_text()
     assert memory is not None and text is not None
-    plain = [x for x in jax.tree.leaves(shapes) if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)]
+    plain = [x for x in jax.tree.leaves(args) if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)]
     held = bytes_per_device(plain)  # weights that the program does not use among them
     peak = held + bytes_needed(memory) - memory.argument_size_in_bytes
     return Compiled(held, memory.temp_size_in_bytes, peak, seconds, text)

@@ -39,6 +39,7 @@ from cogvideox_flax.runtime.multihost import hosts
 from cogvideox_flax.runtime.settings import own_settings
 from cogvideox_flax.schedulers import TimestepLaw
 from cogvideox_flax.training.buckets import turn_of
+from cogvideox_flax.training.forecast import attached_devices, fitting
 from cogvideox_flax.training.images import encoded_each_step, image_features
 from cogvideox_flax.training.job import RECORD_FILE, FinetuneJob
 from cogvideox_flax.training.latent_cache import LatentCache
@@ -47,7 +48,7 @@ from cogvideox_flax.training.metrics import plot_metrics
 from cogvideox_flax.training.objectives import Metrics, drop_captions, sample_latents, velocity_loss
 from cogvideox_flax.training.prepare import ClipLatents, clip_features, clip_latents, prompt_features
 from cogvideox_flax.training.shuffle import shuffled_indices
-from cogvideox_flax.training.step import TrainState
+from cogvideox_flax.training.step import Loss, TrainState
 
 log = logging.getLogger(__name__)
 
@@ -72,9 +73,13 @@ def finetune(
         The LoRA file or the native checkpoint; None if the run was stopped before its last step.
 
     Raises:
-        InputError: the directory holds a run of something else, or something there cannot be read or written.
+        InputError: the training step needs more memory than the devices have; the directory holds a run of something
+            else, or something there cannot be read or written.
         DivergedError: the loss is NaN or infinite.
     """
+    target, compiled = attached_devices(job), None
+    if target.memory is not None:
+        _, compiled = fitting(job, loss_of, target)
     config, out, name = job.config, job.config.out, job.model.denoiser
     which: Any = {"revision": config.revision, "variant": config.variant}
     pipe = Pipeline.open_on_hosts(config.model, config.trainer.dtype, job.mesh, **which, progress=progress)
@@ -101,7 +106,7 @@ def finetune(
             base = frozen[name] if name in frozen else pipe.component(name)  # new adapters change nothing
             _save_samples(job, pipe, base, prompts, 0)
         trainer = Trainer(
-            loss=partial(_loss, job=job),
+            loss=loss_of(job),
             batches=partial(_batch, job=job, latents=latents, captions=captions),
             config=config.trainer,
             folder=out / TRAINING_DIR,
@@ -109,6 +114,7 @@ def finetune(
             mesh=job.mesh,
             rows={name: job.model.components[name].sharding},
             validation=_validation(job, latents, captions),
+            compiled=compiled if len(job.buckets) == 1 else None,
         )
         state = trainer.train(_initial_params(job, pipe.native_dir, frozen), on_step, progress=progress)
         if int(state.step) < config.loop.steps:
@@ -163,6 +169,11 @@ def _validation(job: FinetuneJob, latents: ClipLatents, captions: LatentCache) -
 
 def _validation_name(job: FinetuneJob) -> str:
     return "validation_loss" if job.held_out else "fixed_noise_loss"
+
+
+def loss_of(job: FinetuneJob) -> Loss:
+    """What a job minimises."""
+    return partial(_loss, job=job)
 
 
 def _loss(

@@ -45,11 +45,15 @@ DEFAULT_RANK = 64
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneJob:
-    """A checked run: its settings, clips, and the model's configs. `check` and `open_job` make one."""
+    """A checked run: its settings, clips, and the model's configs. `check` and `open_job` make one.
+
+    devices: those of its mesh; None: JAX's.
+    """
 
     config: TrainingConfig
     manifest: Manifest
     clips: Sequence[Clip] = ()
+    devices: Sequence[jax.Device] | None = None
 
     def __post_init__(self) -> None:
         """Fill in the dtype: that of a run of the model."""
@@ -59,7 +63,9 @@ class FinetuneJob:
 
     @cached_property
     def mesh(self) -> Mesh | None:
-        return None if self.config.mesh is None else sharding.make_mesh(*sharding.parse_mesh(self.config.mesh))
+        if self.config.mesh is None:
+            return None
+        return sharding.make_mesh(*sharding.parse_mesh(self.config.mesh), devices=self.devices)
 
     @cached_property
     def samples(self) -> Run:
@@ -119,6 +125,11 @@ class FinetuneJob:
     def buckets(self) -> list[Size]:
         """The sizes of the clips: one, or those of the buckets."""
         return [self.model.resolve_size(*bucket) for bucket in self.config.buckets] or [self.size]
+
+    @cached_property
+    def largest(self) -> Size:
+        """The size of the clips with the most tokens, whose step needs the most memory."""
+        return max(self.buckets, key=lambda size: self.model.workload(size).tokens)
 
     @cached_property
     def members(self) -> list[list[int]]:
@@ -277,8 +288,11 @@ class FinetuneJob:
         stored = checkpoint.cast(self.manifest.abstract(component), dtype)
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(stored))
 
-    def describe(self) -> str:
-        """Describe what the run would do and need, as a table for people."""
+    def describe(self, step: str) -> str:
+        """Describe what the run would do and need, as a table for people.
+
+        step: what its training step needs.
+        """
         config = self.config
         release, steps, count = self.manifest.release, config.loop.steps, len(self.clips)
         memory = {name: nbytes for name, nbytes in self.memory().items() if nbytes}
@@ -291,6 +305,7 @@ class FinetuneJob:
             f"{steps * config.batch / count:.1f} times each clip",
             "memory": f"{_gib(sum(memory.values()))} over all devices, and activations",
             **{f"  {name}": _gib(nbytes) for name, nbytes in memory.items()},
+            "step": step,
             "disk": f"{_gib(self.disk())} in {config.out}",
         }
         width = max(map(len, rows))
@@ -338,10 +353,36 @@ def check(config: TrainingConfig) -> FinetuneJob:
             not have; a size, mesh or batch that does not fit it; faulty clips, prompts, images or sampling options; or
             a directory that cannot be written.
     """
-    where, targets = config.model or hub.EMBEDDED, config.lora.targets
-    job = FinetuneJob(config=config, manifest=hub.peek(config.model, config.revision, variant=config.variant))
-    config, manifest, model = job.config, job.manifest, job.model
     loop = config.loop
+    job = FinetuneJob(config=config, manifest=hub.peek(config.model, config.revision, variant=config.variant))
+    check_trainable(job, config.model or hub.EMBEDDED)
+    if config.sample.prompts:
+        sharding.check_batch(job.mesh, job.samples.denoiser_batch)
+    fewest = min(bucket.num_frames for bucket in job.buckets)
+    clips = find_clips(config.clips, fewest, job.fps)
+    if config.id_token:
+        clips = [dataclasses.replace(clip, caption=f"{config.id_token} {clip.caption}") for clip in clips]
+    job = dataclasses.replace(job, clips=clips)
+    most = len(job.clips) - 1
+    require(config, ("validation.clips", config.validation.clips <= most, f"0 to {most}: some must be trained on"))
+    if loop.tensorboard:
+        check_tensorboard()
+    check_writable(config.out / RECORD_FILE)
+    check_free_space(config.out, job.disk())
+    return job
+
+
+def check_trainable(job: FinetuneJob, where: object) -> None:
+    """Check what needs no clips.
+
+    Args:
+        where: the model, for messages.
+
+    Raises:
+        InputError: as `check`.
+    """
+    config, manifest, model = job.config, job.manifest, job.model
+    loop, targets = config.loop, config.lora.targets
     check_model(manifest, where, config.trainer.dtype, job.mesh)
     if manifest.quantized(model.denoiser):
         raise InputError(
@@ -360,20 +401,6 @@ def check(config: TrainingConfig) -> FinetuneJob:
     job.check_init()
     if job.mesh is not None:
         sharding.named(job.mesh, ("batch",), (config.batch // loop.accumulate,), "the clips of a micro-batch")
-    if config.sample.prompts:
-        sharding.check_batch(job.mesh, job.samples.denoiser_batch)
-    fewest = min(bucket.num_frames for bucket in job.buckets)
-    clips = find_clips(config.clips, fewest, job.fps)
-    if config.id_token:
-        clips = [dataclasses.replace(clip, caption=f"{config.id_token} {clip.caption}") for clip in clips]
-    job = dataclasses.replace(job, clips=clips)
-    most = len(job.clips) - 1
-    require(config, ("validation.clips", config.validation.clips <= most, f"0 to {most}: some must be trained on"))
-    if loop.tensorboard:
-        check_tensorboard()
-    check_writable(config.out / RECORD_FILE)
-    check_free_space(config.out, job.disk())
-    return job
 
 
 def _check_images(job: FinetuneJob) -> None:

@@ -43,7 +43,7 @@ from cogvideox_flax.training.metrics import Mean, MetricsLog
 from cogvideox_flax.training.objectives import Metrics
 from cogvideox_flax.training.optimizer import learning_rate
 from cogvideox_flax.training.snapshots import Snapshots
-from cogvideox_flax.training.step import Batch, Loss, Params, TrainState, cast, init_state, put_batch, train_step
+from cogvideox_flax.training.step import Batch, Loss, Params, TrainState, cast, init_state, jit_step, put_batch
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +85,7 @@ class Trainer:
     stop_at: end after this many of `config.steps`, to continue with another schedule; None: all of them.
     validation: a loss to measure besides.
     recorded: what else decides the result, as JSON values. Compared with the run in `folder`, like the settings.
+    compiled: the executable of the training step, where there is one already.
     """
 
     loss: Loss
@@ -97,6 +98,7 @@ class Trainer:
     stop_at: int | None = None
     validation: Validation | None = None
     recorded: Mapping[str, Any] = field(default_factory=dict)
+    compiled: Any = None
 
     @property
     def last_step(self) -> int:
@@ -139,7 +141,7 @@ class Trainer:
             start = int(state.step)
             if start:
                 log.info("resuming from step %d of %d in %s", start, config.steps, self.folder)
-            step = self._jit_step(state)
+            step = self.compiled or compiled_once(jit_step(self.loss, config, state), self.mesh)
             step_log, measure = _StepLog(self.folder, config, start, self.last_step), self._jit_validation()
             if self.validation is not None and not start:
                 log.info("compiling and measuring %s ...", self.validation.name)
@@ -212,15 +214,6 @@ class Trainer:
             return float(np.mean([float(loss) for loss in losses]))
 
         return measure
-
-    def _jit_step(self, state: TrainState) -> Callable[..., tuple[TrainState, Metrics]]:
-        step = jax.jit(
-            partial(train_step, loss=self.loss, config=self.config),
-            donate_argnums=0,
-            out_shardings=(jax.tree.map(lambda x: x.sharding, state), None),  # those of the input state
-            compiler_options=compiler_options(self.config.dtype),
-        )
-        return compiled_once(step, self.mesh)
 
 
 def match_run(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from jaxtyping import Array, Float32, Int32, Key
 
 from cogvideox_flax import sharding
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.runtime.compile import compiler_options
 from cogvideox_flax.runtime.global_arrays import put
 from cogvideox_flax.runtime.settings import random_key
 from cogvideox_flax.sharding import ParameterRows
@@ -57,26 +59,60 @@ def init_state(
         params: component name -> module with the starting weights.
         rows: component name -> the sharding of its parameters on the mesh.
     """
-    optimizer = make_optimizer(config.optimizer, config.steps)
-
-    def make(params: Params) -> TrainState:
-        params = jax.tree.map(lambda x: jnp.array(x, jnp.float32), params)
-        ema = jax.tree.map(jnp.copy, params) if config.ema_decay else None
-        return TrainState(jnp.zeros((), jnp.int32), params, ema, optimizer.init(params))
-
+    first = partial(_first_state, config=config)
     if mesh is None:
-        return make(params)
-    placements, replicated = _placements(params, mesh, rows or {}), NamedSharding(mesh, PartitionSpec())
+        return first(params)
+    placements = _placements(params, mesh, rows or {})
+    shardings = _state_shardings(jax.eval_shape(first, params), placements, config, mesh)
+    return jax.jit(first, out_shardings=shardings)(jax.tree.map(put, params, placements))
+
+
+def abstract_state(
+    params: Params, config: LoopConfig, mesh: Mesh | None, rows: Mapping[str, ParameterRows] | None = None
+) -> TrainState:
+    """`init_state` as shapes with their shardings; params are shapes too."""
+    state = jax.eval_shape(partial(_first_state, config=config), params)
+    if mesh is None:
+        return state
+    shardings = _state_shardings(state, _placements(params, mesh, rows or {}), config, mesh)
+    return jax.tree.map(lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), state, shardings)
+
+
+def _first_state(params: Params, config: LoopConfig) -> TrainState:
+    params = jax.tree.map(lambda x: jnp.array(x, jnp.float32), params)
+    ema = jax.tree.map(jnp.copy, params) if config.ema_decay else None
+    moments = make_optimizer(config.optimizer, config.steps).init(params)
+    return TrainState(jnp.zeros((), jnp.int32), params, ema, moments)
+
+
+def _state_shardings(state: TrainState, placements: Any, config: LoopConfig, mesh: Mesh) -> TrainState:
+    """Where the arrays of a state lie: a moment like its parameter."""
+    replicated = NamedSharding(mesh, PartitionSpec())
     moments = optax.tree_utils.tree_map_params(
-        optimizer,
+        make_optimizer(config.optimizer, config.steps),
         lambda _, place: place,
-        jax.eval_shape(make, params).opt_state,
+        state.opt_state,
         placements,
         transform_non_params=lambda _: replicated,
     )
     step: Any = replicated
-    shardings = TrainState(step, placements, placements if config.ema_decay else None, moments)
-    return jax.jit(make, out_shardings=shardings)(jax.tree.map(put, params, placements))
+    return TrainState(step, placements, placements if config.ema_decay else None, moments)
+
+
+def jit_step(loss: Loss, config: LoopConfig, state: TrainState, platform: str | None = None, **options: Any) -> Any:
+    """The training step, jitted. Its state takes the memory of the one before, and lies where that lies.
+
+    Args:
+        state: or its shapes with their shardings.
+        platform: as for `compiler_options`.
+        options: more options of XLA.
+    """
+    return jax.jit(
+        partial(train_step, loss=loss, config=config),
+        donate_argnums=0,
+        out_shardings=(jax.tree.map(lambda x: x.sharding, state), None),
+        compiler_options=compiler_options(config.dtype, platform=platform) | options,
+    )
 
 
 def train_step(

@@ -29,6 +29,7 @@ from cogvideox_flax.plan.layout import suitable_layouts
 from cogvideox_flax.plan.timing import parts, waits
 from cogvideox_flax.plan.wire import Links, busiest, exchange, ring
 from cogvideox_flax.sharding import MeshShape
+from cogvideox_flax.training.forecast import StepForecast, unmodelled
 
 
 def zeros(*shape):
@@ -317,6 +318,54 @@ def test_command(run, capsys):
     assert "encode x2" in capsys.readouterr().out
     assert cli.main(["plan", "--release", "cogvideox-5b", "--mesh", "1,1,1", "--height", "481", "--quiet"]) == 2
     assert "height is 481" in capsys.readouterr().err
+
+
+def test_a_training_step(run, capsys):
+    """Two clips on two chips of four: on each the work of one, whose weights' gradients are summed."""
+    command = ["plan", "--train", "--topology", "v6e:2x2", "--mesh", "2,1,1", "--rank", "4", "--batch", "2", "--quiet"]
+    assert cli.main([*command, "--num-frames", "9", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (row,) = found["stages"]
+    assert row["name"] == "train" and row["clips"] == 2 and row["runs"] == 1 and found["fits"] is row["fits"] is True
+    assert row["argument_gib"] + row["temp_gib"] <= row["hbm_gib_per_chip"] < 1 and row["flops"] > 0 < row["compile_s"]
+    assert row["mfu"] == pytest.approx(row["flops"] / (2 * CHIPS["v6e"].flops * row["estimated_s"]))
+    assert found["estimated_s"] == row["estimated_s"] > 0 and "all-reduce" in row["collectives"]
+    assert found["size"]["num_frames"] == 9 and found["mesh"] == [2, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--rank", "8"], "--rank is of training; add --train"),
+        (["--train", "--steps", "8"], "--num-inference-steps: not of training; name the stages of a video too"),
+        (["--train", "--mesh", "1,2,4"], "attention heads of the transformer of shape (30,): 30 does not divide"),
+        (["--train", "--mesh", "2,4,1"], "the clips of a micro-batch of shape (1,): 1 does not divide"),
+        (["--train", "--topology", "h100", "--mesh", "1,2,1"], "a plan for h100 is of one GPU"),
+    ],
+)
+def test_training_that_cannot_be_is_refused_before_compiling(run, capsys, monkeypatch, options, message):
+    monkeypatch.setattr("cogvideox_flax.training.forecast.compile_for", lambda *_: pytest.fail("it was compiled"))
+    assert cli.main(["plan", "--release", "cogvideox-2b", "--quiet", *options]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and message in err
+
+
+def test_without_a_mesh_training_has_the_first_that_fits(run, capsys, monkeypatch):
+    """Clips beside each other as far as they go, then tokens, then weights are split."""
+    tried = []
+
+    def of_mesh(job, loss, target):
+        tried.append((job.config.mesh, job.config.loop.accumulate))
+        fits = job.config.mesh == "2,4,1,fsdp"
+        values = vars(unmodelled(40.0, 0.0, 0.0, 0.0)) | {"fits": fits, "clips": 4, "mfu": 0.0}
+        return StepForecast(**values), None
+
+    monkeypatch.setattr("cogvideox_flax.cli.train.forecast", of_mesh)
+    assert cli.main(["plan", "--train", "--release", "cogvideox-5b", "--batch", "4", "--json", "--quiet"]) == 0
+    assert json.loads(capsys.readouterr().out)["mesh"] == [2, 4, 1, True]
+    assert tried == [
+        ("4,2,1", 1), ("2,4,1", 2), ("1,8,1", 4), ("4,2,1,fsdp", 1), ("2,4,1,fsdp", 2)
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("count", [0, 10**12, "9" * 5000])

@@ -1,0 +1,335 @@
+"""The forecast of a training step: memory, work and time of the real step, compiled before anything is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from cogvideox_flax import lora, sharding
+from cogvideox_flax.errors import InputError
+from cogvideox_flax.generate.run import abstract_weights, shape_on, shapes_on
+from cogvideox_flax.nn.platforms import compiling_for
+from cogvideox_flax.nn.remat import choice_of
+from cogvideox_flax.plan import GPUS, StageForecast, chip_of_device
+from cogvideox_flax.plan.chips import Chip, Gpu, chip_of, topology_devices
+from cogvideox_flax.plan.flops import Flops, count_flops
+from cogvideox_flax.plan.forecasting import TRAIN, analyse, analyse_gpu
+from cogvideox_flax.plan.gpu import Compiled, compile_program, compiled, compiling_without_gpu, usable_memory
+from cogvideox_flax.runtime.compile import Program, compile_for
+from cogvideox_flax.runtime.devices import GIB, bytes_needed, bytes_per_device, memory_limit
+from cogvideox_flax.runtime.multihost import hosts
+from cogvideox_flax.runtime.settings import random_key
+from cogvideox_flax.runtime.terminal import duration_text
+from cogvideox_flax.training.config import LoopConfig
+from cogvideox_flax.training.images import encoded_each_step, image_arrays
+from cogvideox_flax.training.job import FinetuneJob
+from cogvideox_flax.training.step import Loss, abstract_state, cast, jit_step, train_step
+
+log = logging.getLogger(__name__)
+
+LossOf = Callable[[FinetuneJob], Loss]
+
+
+class Target(NamedTuple):
+    """The devices that a step is compiled for.
+
+    chip: whose rates model its time; None: it is not modelled.
+    memory: bytes on each of them; None: not known.
+    attached: whether they are there.
+    """
+
+    platform: str
+    chip: Chip | Gpu | None
+    memory: int | None
+    attached: bool
+
+
+@dataclass(frozen=True)
+class StepForecast(StageForecast):
+    """One training step. Times are 0 where they are not modelled: of a step that does not compile and, as flops are, on
+    CPUs.
+
+    flops: three times those of the forward pass; what is recomputed does not count.
+    clips: of a step.
+    mfu: flops over what the chips can do in this time.
+    """
+
+    clips: int
+    mfu: float
+
+    def describe(self, steps: int) -> str:
+        """Memory and modelled time in one line."""
+        memory = f"{self.hbm_gib_per_chip:.2f} GiB on each device"
+        if not self.estimated_s:
+            return f"{memory}; its time is not modelled"
+        rate, hours = 3600 * self.clips / self.estimated_s, duration_text(steps * self.estimated_s)
+        of_peak = f"MFU {self.mfu:.1%}, {rate:,.0f} clips an hour"
+        return f"{memory}; {self.estimated_s:.2f} s modelled, {of_peak}, {hours} for {steps:,} steps"
+
+
+@dataclass(frozen=True)
+class TrainStep(Program):
+    """One optimizer step."""
+
+    donate: ClassVar[tuple[str, ...]] = ("state",)
+    loss: Loss
+    config: LoopConfig
+
+    @property
+    def name(self) -> str:
+        return "training step"
+
+    def __call__(self, state: Any, frozen: Any, batch: Any) -> Any:
+        return train_step(state, frozen, batch, loss=self.loss, config=self.config)
+
+
+def attached_devices(job: FinetuneJob) -> Target:
+    """The devices that the job runs on."""
+    device = jax.devices()[0] if job.mesh is None else job.mesh.devices.flat[0]
+    chip: Chip | Gpu | None = None
+    if device.platform == "tpu":
+        chip = chip_of_device(device)
+    elif device.platform == "gpu" and (job.mesh is None or job.mesh.size == 1):
+        chip = next((gpu for gpu in GPUS.values() if device.device_kind.startswith(gpu.name)), None)
+    return Target(device.platform, chip, memory_limit(job.mesh), True)
+
+
+def on_topology(job: FinetuneJob, topology: str) -> tuple[FinetuneJob, Target]:
+    """The job on chips that need not be there, named as for `plan`.
+
+    Raises:
+        InputError: an unknown topology, or more than one GPU.
+    """
+    if topology in GPUS:
+        if job.config.mesh not in (None, "1,1,1"):
+            raise InputError(f"a plan for {topology} is of one GPU; expected --mesh 1,1,1, or none")
+        return with_settings(job, mesh=None), Target("gpu", GPUS[topology], usable_memory(GPUS[topology]), False)
+    chip, devices = chip_of(topology), tuple(topology_devices(topology))
+    job = dataclasses.replace(with_settings(job, mesh=job.config.mesh or "1,1,1"), devices=devices)
+    return job, Target("tpu", chip, chip.hbm, False)
+
+
+def with_settings(job: FinetuneJob, **changes: Any) -> FinetuneJob:
+    """The job with other settings than of its size and samples."""
+    other = dataclasses.replace(job, config=dataclasses.replace(job.config, **changes))
+    vars(other)["samples"] = job.samples  # whose warnings are said once
+    return other
+
+
+def abstract_arguments(job: FinetuneJob) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """The first state, the frozen arrays and the batch of the job's step, as shapes with their shardings; of several
+    buckets, the largest."""
+    config, mesh, model, name = job.config, job.mesh, job.model, job.model.denoiser
+    rows, micro = model.components[name].sharding, config.batch // config.loop.accumulate
+    features = {key: shape[1:] for key, shape in model.feature_shapes(1).items()}
+    empty = {key: shape_on(jax.ShapeDtypeStruct(shape, jnp.float32), mesh) for key, shape in features.items()}
+    frozen: dict[str, Any] = {"empty": empty}
+    for visual in filter(encoded_each_step, job.images):
+        frozen[visual.component] = abstract_weights(job.manifest, visual.component, config.trainer.dtype, mesh)
+    if config.method == "lora":
+        base = abstract_weights(job.manifest, name, config.trainer.dtype, None)
+        frozen[name] = shapes_on(jax.eval_shape(partial(job.add_lora, mesh=None), base), mesh, rows)
+        params = {name: lora.lora_parameters(frozen[name])}
+    else:
+        params = {name: shapes_on(job.manifest.abstract(name), mesh, rows)}
+
+    def batch(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        shape = config.loop.accumulate, micro, *shape
+        where = None if mesh is None else sharding.named(mesh, (None, "batch"), shape, "a training batch")
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
+
+    latents = batch(job.largest.video_latent_shape(1)[1:], jnp.float16)
+    clips: dict[str, Any] = {"mean": latents, "std": latents}
+    clips |= {key: batch(*array) for key, array in image_arrays(job.images, job.largest).items()}
+    clips["text"] = {key: batch(shape, jnp.float32) for key, shape in features.items()}
+    return abstract_state(params, config.trainer, mesh, {name: rows}), frozen, clips
+
+
+def forecast(job: FinetuneJob, loss: Loss, target: Target) -> tuple[StepForecast, Any]:
+    """The forecast of the job's step, and the executable; None for devices that are not there, or whose memory is not
+    known, for which it is compiled without optimizations, which need no other memory."""
+    config, args, executable = job.config.trainer, abstract_arguments(job), None
+    work = 0 if target.chip is None else 3 * _forward_flops(job, loss)
+    start = time.perf_counter()
+    try:
+        if target.platform == "gpu" and not target.attached:
+            stage = _on_gpu_elsewhere(job, loss, target.chip)
+        else:
+            quickly = {} if target.memory is not None else {"xla_backend_optimization_level": 0}
+            executable = compile_for(jit_step(loss, config, args[0], target.platform, **quickly), args, job.mesh)
+            seconds = time.perf_counter() - start
+            if isinstance(target.chip, Gpu):
+                flops = count_flops(TrainStep(loss, config), *args, platform="cuda")
+                stage = _on_gpu(job, compiled(executable, args, seconds), flops, target.chip)
+            elif target.chip is not None:
+                stage = analyse(TRAIN, executable, on=job.mesh, chip=target.chip, runs=1, flops=work, compile_s=seconds)
+            else:
+                memory = executable.memory_analysis()
+                arguments, temporaries = memory.argument_size_in_bytes / GIB, memory.temp_size_in_bytes / GIB
+                stage = unmodelled(bytes_needed(memory) / GIB, arguments, temporaries, seconds)
+    except jax.errors.JaxRuntimeError as e:
+        if "RESOURCE_EXHAUSTED" not in str(e):
+            raise
+        stage = _too_large(str(e), time.perf_counter() - start)
+    fits = stage.fits and (target.memory is None or stage.hbm_gib_per_chip * GIB <= target.memory)
+    if target.attached:
+        fits = hosts.broadcast(lambda: fits)  # hosts may differ in what is free
+    peak = 0.0 if target.chip is None else target.chip.flops * (1 if job.mesh is None else job.mesh.size)
+    mfu = work / (peak * stage.estimated_s) if peak and stage.estimated_s else 0.0
+    values = vars(stage) | {"flops": work, "fits": fits, "clips": job.config.batch, "mfu": mfu}
+    return StepForecast(**values), executable if target.attached and target.memory is not None else None
+
+
+def _forward_flops(job: FinetuneJob, loss: Loss) -> int:
+    """Those of all micro-batches, counted without a mesh, which pads tokens."""
+    dtype = job.config.trainer.dtype
+
+    def forward(params: Any, frozen: Any, batch: Any) -> Any:
+        micro = jax.tree.map(lambda x: x[0], batch)
+        return loss(cast(params, dtype), cast(frozen, dtype), micro, random_key(0))[0]
+
+    state, frozen, batch = abstract_arguments(with_settings(job, mesh=None))
+    return job.config.loop.accumulate * count_flops(forward, state.params, frozen, batch).total
+
+
+def _on_gpu_elsewhere(job: FinetuneJob, loss: Loss, gpu: Any) -> StageForecast:
+    step, args = TrainStep(loss, job.config.trainer), abstract_arguments(job)
+    with compiling_without_gpu():
+        program = compile_program(step, args, gpu, job.config.trainer.dtype)
+        flops = count_flops(step, *args, platform="cuda")
+    return _on_gpu(job, program, flops, gpu)
+
+
+def _on_gpu(job: FinetuneJob, program: Compiled, flops: Flops, gpu: Gpu) -> StageForecast:
+    dtype, head_dim = job.config.trainer.dtype, job.model.workload(job.largest).head_dim
+    usable = usable_memory(gpu)
+    return analyse_gpu(TRAIN, program, gpu, runs=1, flops=flops, head_dim=head_dim, dtype=dtype, usable=usable)
+
+
+def unmodelled(gib: float, argument_gib: float, temp_gib: float, seconds: float) -> StageForecast:
+    """Memory alone."""
+    times: dict[str, Any] = dict.fromkeys(("kernels_s", "outside_s", "wire_s", "hidden_s", "estimated_s"), 0.0)
+    return StageForecast(
+        name=TRAIN,
+        runs=1,
+        hbm_gib_per_chip=gib,
+        argument_gib=argument_gib,
+        temp_gib=temp_gib,
+        flops=0,
+        collectives={},
+        collective_bytes=0,
+        compile_s=seconds,
+        fits=True,
+        parts=(),
+        **times,
+    )
+
+
+def _too_large(message: str, seconds: float) -> StageForecast:
+    """What the compiler says of a program that no device of this kind holds."""
+    used = re.search(r"Used ([\d.]+)([KMGT]) of", message)
+    gib = float(used[1]) * 2.0 ** (10 * ("KMGT".index(used[2]) - 2)) if used else math.inf
+    return dataclasses.replace(unmodelled(gib, 0.0, 0.0, seconds), fits=False)
+
+
+def fitting(job: FinetuneJob, loss_of: LossOf, target: Target) -> tuple[StepForecast, Any]:
+    """`forecast`, of a step that fits.
+
+    Raises:
+        InputError: it does not fit; names the smallest change that does.
+    """
+    log.info("compiling the training step to see what it needs ...")
+    step, executable = forecast(job, loss_of(job), target)
+    if not step.fits:
+        raise InputError(describe_excess(job, loss_of, target, step))
+    return step, executable
+
+
+def describe_excess(job: FinetuneJob, loss_of: LossOf, target: Target, step: StepForecast) -> str:
+    """What a step that does not fit needs, and the smallest change that fits, which is found by compiling."""
+    assert target.memory is not None
+    needs = f"the training step needs {step.hbm_gib_per_chip:.2f} GiB on each device, which has "
+    needs += f"{target.memory / GIB:.2f} GiB"
+    tried = []
+    for changes, other in smaller(job, target):
+        change = " and ".join(changes)
+        tried.append(change)
+        if is_hopeless(other, loss_of(other), target):
+            continue
+        log.info("%s; trying %s ...", needs, change)
+        found, _ = forecast(other, loss_of(other), target)
+        if found.fits:
+            return f"{needs}; it fits with {change}: {found.describe(job.config.loop.steps)}"
+    too = f", nor does it fit with {'; or '.join(tried)}" if tried else ""
+    return f"{needs}{too}. Take more devices, or fewer frames or pixels"
+
+
+REMAT_CHOICES = {"tpu": ("none", "attention", "full", "offload"), "gpu": ("none", "full", "offload")}
+"""Platform -> its choices, the fastest first. Only a TPU's kernel keeps attention's result."""
+
+
+def smaller(job: FinetuneJob, target: Target) -> Iterator[tuple[list[str], FinetuneJob]]:
+    """The same training in less memory on each device, the smallest change first: settings as in the file, and the job.
+
+    Another `remat`; then smaller micro-batches; then a mesh over all devices that splits more.
+    """
+    config, remat = job.config, choice_of(job.config.remat)
+    choices = REMAT_CHOICES.get(target.platform, ("none", "full"))
+    for choice in choices[choices.index(remat) + 1 if remat in choices else 1 :]:
+        yield [f'remat = "{choice}"'], with_settings(job, remat=choice)
+    words = []
+    if remat not in ("full", "offload"):
+        job, words = with_settings(job, remat="full"), ['remat = "full"']
+    dp = 1 if config.mesh is None else sharding.parse_mesh(config.mesh)[0]
+    for accumulate in range(config.loop.accumulate + 1, config.batch // dp + 1):
+        if config.batch % accumulate == 0 and config.batch // accumulate % dp == 0:
+            yield [*words, f"loop.accumulate = {accumulate}"], _accumulating(job, accumulate)
+    for mesh, other in meshes(job, len(job.devices or jax.devices())):
+        accumulate = other.config.loop.accumulate
+        more = [f"loop.accumulate = {accumulate}"] if accumulate != config.loop.accumulate else []
+        yield [*words, f'mesh = "{mesh}"', *more], other
+
+
+def meshes(job: FinetuneJob, devices: int) -> Iterator[tuple[str, FinetuneJob]]:
+    """The job on other meshes over all devices, of those with one clip at a time for each part of dp: first those that
+    only split tokens more, then those that split the weights too."""
+    config = job.config
+    dp, _, tp, *_ = (1, 1, 1) if config.mesh is None else sharding.parse_mesh(config.mesh)
+    for fsdp in ("", ",fsdp"):
+        for parts in range(dp, 0, -1):
+            mesh = f"{parts},{devices // (parts * tp)},{tp}{fsdp}"
+            if dp % parts == 0 and devices % (parts * tp) == 0 and devices > 1 and mesh != config.mesh:
+                yield mesh, _accumulating(with_settings(job, mesh=mesh), config.batch // parts)
+
+
+def _accumulating(job: FinetuneJob, micro_batches: int) -> FinetuneJob:
+    return with_settings(job, loop=dataclasses.replace(job.config.loop, accumulate=micro_batches))
+
+
+def is_hopeless(job: FinetuneJob, loss: Loss, target: Target) -> bool:
+    """Whether the step needs twice of the memory that there is, or more, as is known without compiling."""
+    return target.memory is not None and stored_bytes(job, loss, target.platform) > 2 * target.memory
+
+
+def stored_bytes(job: FinetuneJob, loss: Loss, platform: str) -> int:
+    """Bytes on each device of what the forward pass stores for the gradient, split over all devices: at least."""
+    dtype = job.config.trainer.dtype
+
+    def stored(params: Any, frozen: Any, batch: Any) -> Any:
+        micro, others = jax.tree.map(lambda x: x[0], batch), cast(frozen, dtype)
+        return jax.vjp(lambda params: loss(cast(params, dtype), others, micro, random_key(0))[0], params)[1]
+
+    state, frozen, batch = abstract_arguments(with_settings(job, mesh=None))
+    with compiling_for("cuda" if platform == "gpu" else platform):
+        shapes = jax.eval_shape(stored, state.params, frozen, batch)
+    return bytes_per_device(shapes) // (1 if job.mesh is None else job.mesh.size)

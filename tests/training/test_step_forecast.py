@@ -1,0 +1,135 @@
+"""The forecast of a training step: it is of the step that runs, and refuses before anything is loaded."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+from cogvideox_flax.errors import InputError
+from cogvideox_flax.training import finetune as finetuning
+from cogvideox_flax.training import forecast as forecasting
+from cogvideox_flax.training.config import read_config
+from cogvideox_flax.training.finetune import finetune, loss_of
+from cogvideox_flax.training.forecast import (
+    StepForecast,
+    Target,
+    abstract_arguments,
+    attached_devices,
+    forecast,
+    smaller,
+    stored_bytes,
+    unmodelled,
+)
+from cogvideox_flax.training.job import check
+from cogvideox_flax.training.loop import Trainer
+from tests.support.media import make_clips
+
+CONFIG = """
+clips = "{clips}"
+out = "{out}"
+num_frames = 9
+height = 32
+width = 48
+batch = 4
+[lora]
+rank = 2
+[loop]
+steps = 1
+"""
+PLENTY = Target("cpu", None, 2**40, True)
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory):
+    return make_clips(tmp_path_factory.mktemp("data") / "clips")
+
+
+@pytest.fixture
+def job(tmp_path, clips):
+    """Returns a job of the embedded model with some settings."""
+
+    def job(**changes):
+        path = tmp_path / "config.toml"
+        path.write_text(CONFIG.format(clips=clips, out=tmp_path / "run"))
+        return check(read_config(path, changes))
+
+    return job
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        pytest.param({"mesh": "2,1,2,fsdp", "method": "full", "loop.accumulate": 2}, marks=pytest.mark.further),
+    ],
+)
+def test_what_is_compiled_is_what_runs(job, changes, monkeypatch):
+    monkeypatch.setattr(finetuning, "attached_devices", lambda job: PLENTY)
+    monkeypatch.setattr("cogvideox_flax.training.loop.compiled_once", lambda *_: pytest.fail("it was compiled again"))
+    monkeypatch.setattr(Trainer, "_jit_validation", lambda _: lambda state: 0.0)
+    assert finetune(job(**changes), progress=False).exists()
+
+
+def test_bytes_of_a_step(job):
+    """Arguments are weights, state and batch."""
+    some = job()
+    state, frozen, batch = abstract_arguments(some)
+    expected = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((state, frozen["transformer"], batch)))
+    step, executable = forecast(some, loss_of(some), attached_devices(some))
+    assert executable is None and step.fits and step.mfu == step.estimated_s == 0 and step.clips == 4
+    assert 0.95 * expected < step.argument_gib * 2**30 < expected + 2**20  # learned positions are for another size
+    assert step.argument_gib + step.temp_gib <= step.hbm_gib_per_chip < 1
+
+
+def test_what_the_gradient_needs_is_known_without_compiling(job):
+    """At least 20 numbers of each layer's tokens and channels, if nothing is recomputed."""
+    none, full = (job(remat=remat) for remat in ("none", "full"))
+    more = stored_bytes(none, loss_of(none), "cpu") - stored_bytes(full, loss_of(full), "cpu")
+    work = none.model.workload(none.size)
+    assert more > 20 * 4 * 4 * work.tokens * work.width * work.layers
+
+
+def test_what_does_not_fit_is_refused_with_what_fits(job, monkeypatch):
+    monkeypatch.setattr(finetuning, "Pipeline", None)  # nothing is opened
+    tried = []
+
+    def of_settings(job, loss, target):
+        config, gib = job.config, {"none": 9, "attention": 7, "full": 5, "offload": 4}[job.config.remat]
+        gib -= 0.25 * config.loop.accumulate + 0.5 * (config.mesh is not None)
+        tried.append(config)
+        step = unmodelled(gib, 0.0, 0.0, 0.0)
+        return StepForecast(**vars(step) | {"fits": gib * 2**30 <= target.memory}, clips=4, mfu=0.0), None
+
+    monkeypatch.setattr(forecasting, "forecast", of_settings)
+    for limit, change in (
+        (7.5, 'it fits with remat = "attention": 6.75 GiB on each device'),
+        (5.5, 'it fits with remat = "full": 4.75 GiB'),
+        (4.0, 'it fits with remat = "offload": 3.75 GiB'),
+        (3.0, """nor does it fit with remat = "attention"; or remat = "full"; or remat = "offload"; or .* Take more"""),
+    ):
+        target = Target("tpu", None, int(limit * 2**30), True)
+        monkeypatch.setattr(finetuning, "attached_devices", lambda job, target=target: target)
+        with pytest.raises(InputError, match=rf"needs 8.75 GiB on each device, which has {limit:.2f} GiB.*{change}"):
+            finetune(job(remat="none"), progress=False)
+    assert tried[-1].mesh == "1,8,1,fsdp" and tried[-1].loop.accumulate == 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (
+            {},
+            [
+                'remat = "offload"',
+                "loop.accumulate = 2",
+                "loop.accumulate = 4",
+                'mesh = "1,8,1" and loop.accumulate = 4',
+            ],
+        ),
+        ({"mesh": "4,1,2"}, ['remat = "offload"', 'mesh = "2,2,2" and loop.accumulate = 2']),
+        ({"remat": "offload", "batch": 2}, ["loop.accumulate = 2", 'mesh = "1,8,1" and loop.accumulate = 2']),
+    ],
+)
+def test_the_smallest_change_comes_first(job, settings, expected):
+    changes = [" and ".join(words) for words, _ in smaller(job(**settings), PLENTY._replace(platform="tpu"))]
+    assert changes[: len(expected)] == expected and changes[-1].startswith('mesh = "1,') and ",fsdp" in changes[-1]
