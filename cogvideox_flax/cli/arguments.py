@@ -349,7 +349,7 @@ def _add_plan(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--rank", type=_count, metavar="R", help="rank of the adapters; default: 64")
     sub.add_argument("--batch", type=_count, metavar="CLIPS", help="clips of a step; default: 1")
     what = "what is recomputed in the backward pass (docs/training.md); default: full"
-    sub.add_argument("--remat", choices=("none", "full", "attention", "offload"), help=what)
+    sub.add_argument("--remat", choices=("none", "full", "attention", "offload", "auto"), help=what)
     what = "dollars for an hour of one chip: says what a run costs"
     sub.add_argument("--price", type=float, metavar="DOLLARS", help=what)
     sub.add_argument("--prompts", type=_count, default=1, help="number of prompts at once; default: 1")

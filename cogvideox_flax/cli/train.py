@@ -21,13 +21,13 @@ from cogvideox_flax.plan import topology_devices
 from cogvideox_flax.plan.chips import GPUS
 from cogvideox_flax.runtime.terminal import say
 from cogvideox_flax.training.config import LoopTable, LoRAConfig, TrainingConfig
-from cogvideox_flax.training.finetune import finetune, loss_of
+from cogvideox_flax.training.finetune import finetune, loss_of, with_recorded_remat
 from cogvideox_flax.training.forecast import (
     StepForecast,
     attached_devices,
     describe_excess,
+    first_fit,
     fitting,
-    forecast,
     meshes,
     on_topology,
     with_settings,
@@ -42,7 +42,7 @@ def train(args: argparse.Namespace) -> None:
     given = {key: getattr(args, name) for key, name in names.items()}
     job = open_job(args.config, {key: value for key, value in given.items() if value is not None})
     if args.check:
-        step, _ = fitting(job, loss_of, attached_devices(job))
+        job, step, _ = fitting(with_recorded_remat(job), loss_of, attached_devices(job))
         print(job.describe(step.describe(job.config.loop.steps)))
         return
     result = finetune(job, progress=not args.quiet)
@@ -81,9 +81,9 @@ def plan_training(args: argparse.Namespace, manifest: Manifest) -> tuple[Finetun
     for candidate in [job, *(on_topology(other, args.topology)[0] for other in candidates)]:
         check_trainable(candidate, "the model")
         say(f"compiling a training step for {args.topology}, mesh {candidate.config.mesh or '1,1,1'}", not args.quiet)
-        step, _ = forecast(candidate, loss_of(candidate), target)
+        candidate, step, _ = first_fit(candidate, loss_of, target)
         if step.fits:
-            text = f"training: {step.describe(PLANNED_STEPS)}"
+            text = f"training, remat {candidate.remat}: {step.describe(PLANNED_STEPS)}"
             if args.price is not None:
                 chips = 1 if candidate.mesh is None else candidate.mesh.size
                 text += f", ${PLANNED_STEPS * step.estimated_s / 3600 * chips * args.price:.2f}"

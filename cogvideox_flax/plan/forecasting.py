@@ -198,7 +198,12 @@ def _on_gpu(run: Run, name: str, mesh: sharding.MeshShape, stages: Sequence[str]
                     found = compile_program(program, args, gpu, run.dtype)
                     flops = count_flops(program, *args, shares=_shares(run), platform="cuda")
                 label = stage if len(programs) == 1 else f"{stage} {program.name}"
-                how = {"shares": _shares(run), "head_dim": head_dim, "dtype": run.dtype, "usable": usable}
+                how: dict[str, Any] = {
+                    "shares": _shares(run),
+                    "head_dim": head_dim,
+                    "dtype": run.dtype,
+                    "usable": usable,
+                }
                 yield analyse_gpu(label, found, gpu, runs=runs, flops=flops, **how)
 
     return each_stage()

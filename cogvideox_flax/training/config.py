@@ -30,7 +30,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.paths import check_kind, expand_user
@@ -38,6 +38,8 @@ from cogvideox_flax.io.values import MAX_FLOAT32, faults_of, is_count, is_finite
 from cogvideox_flax.nn.remat import Remat
 from cogvideox_flax.schedulers.timestep_law import LAWS
 
+AUTO: Literal["auto"] = "auto"
+"""Of `remat`: decided before the training."""
 DTYPES = ("float32", "bfloat16")
 METHODS = ("lora", "full")
 OPTIMIZERS = ("adamw", "muon")
@@ -244,7 +246,8 @@ class TrainingConfig:
         and on a mesh with FSDP the gathered weights, of one block only. "attention": the same, but on a TPU the result
         of each attention is stored, as many bytes as its queries, and attention is not recomputed. "offload": as
         "attention", and what is stored, the input of each block too, is in the host's memory. false or "none": nothing
-        is recomputed, which needs the most memory.
+        is recomputed, which needs the most memory. "auto": the fastest of these that fits, by compiling them; a run
+        that is resumed goes on with the same.
     loop: the training loop. Its `dtype` is also that of the weights that are not trained, and of the preparation.
     """
 
@@ -265,7 +268,7 @@ class TrainingConfig:
     id_token: str | None = None
     image_dropout: float | None = None
     image_noise: tuple[float, float] | None = None
-    remat: Remat = True
+    remat: Remat | Literal["auto"] = True
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     timesteps: TimestepConfig = field(default_factory=TimestepConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from cogvideox_flax.generate.events import Finished, last_of
 from cogvideox_flax.generate.journey import make_videos
 from cogvideox_flax.generate.pipeline import Pipeline
 from cogvideox_flax.generate.store import Memory, run_dir_lock
+from cogvideox_flax.io.contents import read_record
 from cogvideox_flax.io.video import save_contact_sheet
 from cogvideox_flax.lora import lora_parameters, save_lora, with_parameters
 from cogvideox_flax.models.denoiser import Features
@@ -39,7 +41,8 @@ from cogvideox_flax.runtime.multihost import hosts
 from cogvideox_flax.runtime.settings import own_settings
 from cogvideox_flax.schedulers import TimestepLaw
 from cogvideox_flax.training.buckets import turn_of
-from cogvideox_flax.training.forecast import attached_devices, fitting
+from cogvideox_flax.training.config import AUTO
+from cogvideox_flax.training.forecast import attached_devices, fitting, with_settings
 from cogvideox_flax.training.images import encoded_each_step, image_features
 from cogvideox_flax.training.job import RECORD_FILE, FinetuneJob
 from cogvideox_flax.training.latent_cache import LatentCache
@@ -77,14 +80,16 @@ def finetune(
             else, or something there cannot be read or written.
         DivergedError: the loss is NaN or infinite.
     """
-    target, compiled = attached_devices(job), None
-    if target.memory is not None:
-        _, compiled = fitting(job, loss_of, target)
+    asked, target, compiled = job.config.remat, attached_devices(job), None
+    job = with_recorded_remat(job)
+    if target.memory is not None or job.config.remat == AUTO:
+        job, _, compiled = fitting(job, loss_of, target)
     config, out, name = job.config, job.config.out, job.model.denoiser
     which: Any = {"revision": config.revision, "variant": config.variant}
     pipe = Pipeline.open_on_hosts(config.model, config.trainer.dtype, job.mesh, **which, progress=progress)
     with run_dir_lock(out):
-        match_run(out / RECORD_FILE, _made_of(job, pipe))
+        decided = {"remat": job.remat} if asked == AUTO else {}
+        match_run(out / RECORD_FILE, _made_of(job, pipe) | decided, may_change=("remat",))
         captions = clip_features(job, pipe, progress)
         prompts = prompt_features(job, pipe, progress)
         pipe.release(*(stage.component for stage in job.model.text))
@@ -171,6 +176,19 @@ def _validation_name(job: FinetuneJob) -> str:
     return "validation_loss" if job.held_out else "fixed_noise_loss"
 
 
+def with_recorded_remat(job: FinetuneJob) -> FinetuneJob:
+    """The job, with the choice of the run that is there in place of "auto"."""
+    if job.config.remat != AUTO:
+        return job
+
+    def recorded() -> Any:
+        with suppress(OSError, ValueError):  # a damaged record is refused later
+            return read_record(job.config.out / RECORD_FILE).get("remat")
+
+    choice = hosts.broadcast(recorded)
+    return job if choice is None else with_settings(job, remat=choice)
+
+
 def loss_of(job: FinetuneJob) -> Loss:
     """What a job minimises."""
     return partial(_loss, job=job)
@@ -192,7 +210,7 @@ def _loss(
     features, model = {**text, **image}, _assemble(job, params, frozen)
 
     def denoiser(x: Array, t: Array) -> Array:
-        return job.model.predict(model, x, features, t, remat=job.config.remat)
+        return job.model.predict(model, x, features, t, remat=job.remat)
 
     return velocity_loss(denoiser, latents, noise_key, job.model.scheduler(), job.timesteps, min_snr=job.config.min_snr)
 

@@ -19,18 +19,18 @@ from cogvideox_flax import lora, sharding
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.run import abstract_weights, shape_on, shapes_on
 from cogvideox_flax.nn.platforms import compiling_for
-from cogvideox_flax.nn.remat import choice_of
+from cogvideox_flax.nn.remat import RematChoice
 from cogvideox_flax.plan import GPUS, StageForecast, chip_of_device
 from cogvideox_flax.plan.chips import Chip, Gpu, chip_of, topology_devices
 from cogvideox_flax.plan.flops import Flops, count_flops
 from cogvideox_flax.plan.forecasting import TRAIN, analyse, analyse_gpu
 from cogvideox_flax.plan.gpu import Compiled, compile_program, compiled, compiling_without_gpu, usable_memory
 from cogvideox_flax.runtime.compile import Program, compile_for
-from cogvideox_flax.runtime.devices import GIB, bytes_needed, bytes_per_device, memory_limit
+from cogvideox_flax.runtime.devices import GIB, bytes_needed, bytes_per_device, host_memory, memory_limit
 from cogvideox_flax.runtime.multihost import hosts
 from cogvideox_flax.runtime.settings import random_key
 from cogvideox_flax.runtime.terminal import duration_text
-from cogvideox_flax.training.config import LoopConfig
+from cogvideox_flax.training.config import AUTO, LoopConfig
 from cogvideox_flax.training.images import encoded_each_step, image_arrays
 from cogvideox_flax.training.job import FinetuneJob
 from cogvideox_flax.training.step import Loss, abstract_state, cast, jit_step, train_step
@@ -101,7 +101,8 @@ def attached_devices(job: FinetuneJob) -> Target:
         chip = chip_of_device(device)
     elif device.platform == "gpu" and (job.mesh is None or job.mesh.size == 1):
         chip = next((gpu for gpu in GPUS.values() if device.device_kind.startswith(gpu.name)), None)
-    return Target(device.platform, chip, memory_limit(job.mesh), True)
+    memory = hosts.broadcast(lambda: memory_limit(job.mesh))  # all hosts decide alike
+    return Target(device.platform, chip, memory, True)
 
 
 def on_topology(job: FinetuneJob, topology: str) -> tuple[FinetuneJob, Target]:
@@ -182,8 +183,6 @@ def forecast(job: FinetuneJob, loss: Loss, target: Target) -> tuple[StepForecast
             raise
         stage = _too_large(str(e), time.perf_counter() - start)
     fits = stage.fits and (target.memory is None or stage.hbm_gib_per_chip * GIB <= target.memory)
-    if target.attached:
-        fits = hosts.broadcast(lambda: fits)  # hosts may differ in what is free
     peak = 0.0 if target.chip is None else target.chip.flops * (1 if job.mesh is None else job.mesh.size)
     mfu = work / (peak * stage.estimated_s) if peak and stage.estimated_s else 0.0
     values = vars(stage) | {"flops": work, "fits": fits, "clips": job.config.batch, "mfu": mfu}
@@ -242,17 +241,39 @@ def _too_large(message: str, seconds: float) -> StageForecast:
     return dataclasses.replace(unmodelled(gib, 0.0, 0.0, seconds), fits=False)
 
 
-def fitting(job: FinetuneJob, loss_of: LossOf, target: Target) -> tuple[StepForecast, Any]:
-    """`forecast`, of a step that fits.
+def fitting(job: FinetuneJob, loss_of: LossOf, target: Target) -> tuple[FinetuneJob, StepForecast, Any]:
+    """As `first_fit`, of a step that fits.
 
     Raises:
-        InputError: it does not fit; names the smallest change that does.
+        InputError: none does; names the smallest change that fits.
     """
     log.info("compiling the training step to see what it needs ...")
-    step, executable = forecast(job, loss_of(job), target)
+    job, step, executable = first_fit(job, loss_of, target)
     if not step.fits:
         raise InputError(describe_excess(job, loss_of, target, step))
-    return step, executable
+    return job, step, executable
+
+
+def first_fit(job: FinetuneJob, loss_of: LossOf, target: Target) -> tuple[FinetuneJob, StepForecast, Any]:
+    """The job, with the fastest `remat` that fits in place of "auto", and what `forecast` returns for it.
+
+    If none fits, the last is returned.
+    """
+    choices = [job]
+    if job.config.remat == AUTO:
+        if target.memory is None:  # a CPU's devices share what the host has
+            share = hosts.broadcast(host_memory) // (1 if job.mesh is None else job.mesh.size)
+            target = target._replace(memory=share)
+        choices = [with_settings(job, remat=choice) for choice in _remat_choices(target)]
+    for other in choices:
+        if other is not choices[-1] and is_hopeless(other, loss_of(other), target):
+            continue
+        step, executable = forecast(other, loss_of(other), target)
+        if step.fits:
+            break
+    if len(choices) > 1:
+        log.info('remat = "auto": %s, %s', other.remat, step.describe(other.config.loop.steps))
+    return other, step, executable
 
 
 def describe_excess(job: FinetuneJob, loss_of: LossOf, target: Target, step: StepForecast) -> str:
@@ -274,8 +295,13 @@ def describe_excess(job: FinetuneJob, loss_of: LossOf, target: Target, step: Ste
     return f"{needs}{too}. Take more devices, or fewer frames or pixels"
 
 
-REMAT_CHOICES = {"tpu": ("none", "attention", "full", "offload"), "gpu": ("none", "full", "offload")}
-"""Platform -> its choices, the fastest first. Only a TPU's kernel keeps attention's result."""
+def _remat_choices(target: Target) -> tuple[RematChoice, ...]:
+    """The fastest first. Only a TPU's kernel keeps attention's result, and a CPU has no other memory."""
+    known: dict[str, tuple[RematChoice, ...]] = {
+        "tpu": ("none", "attention", "full", "offload"),
+        "gpu": ("none", "full", "offload"),
+    }
+    return known.get(target.platform, ("none", "full"))
 
 
 def smaller(job: FinetuneJob, target: Target) -> Iterator[tuple[list[str], FinetuneJob]]:
@@ -283,8 +309,7 @@ def smaller(job: FinetuneJob, target: Target) -> Iterator[tuple[list[str], Finet
 
     Another `remat`; then smaller micro-batches; then a mesh over all devices that splits more.
     """
-    config, remat = job.config, choice_of(job.config.remat)
-    choices = REMAT_CHOICES.get(target.platform, ("none", "full"))
+    config, remat, choices = job.config, job.remat, _remat_choices(target)
     for choice in choices[choices.index(remat) + 1 if remat in choices else 1 :]:
         yield [f'remat = "{choice}"'], with_settings(job, remat=choice)
     words = []

@@ -29,13 +29,14 @@ from cogvideox_flax.io.paths import cache_dir, check_free_space, check_writable,
 from cogvideox_flax.lora.files import LowRankPair
 from cogvideox_flax.models.model import VideoModel, VisualInput
 from cogvideox_flax.models.sizes import Size
+from cogvideox_flax.nn.remat import RematChoice, choice_of
 from cogvideox_flax.runtime.multihost import hosts
 from cogvideox_flax.runtime.settings import random_key
 from cogvideox_flax.schedulers import TimestepLaw
 from cogvideox_flax.schedulers.base import DiffusionScheduler
 from cogvideox_flax.training.buckets import bucket_of
 from cogvideox_flax.training.clips import Clip, clip_contents, clips_fingerprint, find_clips
-from cogvideox_flax.training.config import TrainingConfig, config_json, config_of_json, read_config, require
+from cogvideox_flax.training.config import AUTO, TrainingConfig, config_json, config_of_json, read_config, require
 from cogvideox_flax.training.images import encoded_each_step, image_arrays
 from cogvideox_flax.training.metrics import check_tensorboard
 
@@ -156,6 +157,12 @@ class FinetuneJob:
         """The law of the timesteps: that of the settings, and where they say nothing the model's own."""
         stated = {name: value for name, value in vars(self.config.timesteps).items() if value is not None}
         return dataclasses.replace(self.model.recipe.timesteps, **stated)
+
+    @property
+    def remat(self) -> RematChoice:
+        """What is recomputed; "auto" was decided before (`forecast.first_fit`)."""
+        assert self.config.remat != AUTO
+        return choice_of(self.config.remat)
 
     @property
     def tokens(self) -> int:

@@ -354,13 +354,13 @@ def test_without_a_mesh_training_has_the_first_that_fits(run, capsys, monkeypatc
     """Clips beside each other as far as they go, then tokens, then weights are split."""
     tried = []
 
-    def of_mesh(job, loss, target):
+    def of_mesh(job, loss_of, target):
         tried.append((job.config.mesh, job.config.loop.accumulate))
         fits = job.config.mesh == "2,4,1,fsdp"
         values = vars(unmodelled(40.0, 0.0, 0.0, 0.0)) | {"fits": fits, "clips": 4, "mfu": 0.0}
-        return StepForecast(**values), None
+        return job, StepForecast(**values), None
 
-    monkeypatch.setattr("cogvideox_flax.cli.train.forecast", of_mesh)
+    monkeypatch.setattr("cogvideox_flax.cli.train.first_fit", of_mesh)
     assert cli.main(["plan", "--train", "--release", "cogvideox-5b", "--batch", "4", "--json", "--quiet"]) == 0
     assert json.loads(capsys.readouterr().out)["mesh"] == [2, 4, 1, True]
     assert tried == [

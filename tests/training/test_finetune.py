@@ -544,7 +544,7 @@ def test_all_faults_of_a_configuration_in_one_message(write):
         "(11 faults)",
         "batch: got '2', expected a whole number",
         "learning_rate: unknown key; known are clips, out, model",
-        "remat: got 1, expected true or false or none or full or attention or offload",
+        "remat: got 1, expected true or false or none or full or attention or offload or auto",
         "loop.stepz: unknown key; known are steps, accumulate",
         "loop.steps: missing",
         "loop.dtype: got 16, expected a text",

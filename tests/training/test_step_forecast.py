@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import jax
 import pytest
 
@@ -15,12 +17,13 @@ from cogvideox_flax.training.forecast import (
     Target,
     abstract_arguments,
     attached_devices,
+    first_fit,
     forecast,
     smaller,
     stored_bytes,
     unmodelled,
 )
-from cogvideox_flax.training.job import check
+from cogvideox_flax.training.job import RECORD_FILE, check
 from cogvideox_flax.training.loop import Trainer
 from tests.support.media import make_clips
 
@@ -34,7 +37,7 @@ batch = 4
 [lora]
 rank = 2
 [loop]
-steps = 1
+steps = 2
 """
 PLENTY = Target("cpu", None, 2**40, True)
 
@@ -54,20 +57,6 @@ def job(tmp_path, clips):
         return check(read_config(path, changes))
 
     return job
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        pytest.param({"mesh": "2,1,2,fsdp", "method": "full", "loop.accumulate": 2}, marks=pytest.mark.further),
-    ],
-)
-def test_what_is_compiled_is_what_runs(job, changes, monkeypatch):
-    monkeypatch.setattr(finetuning, "attached_devices", lambda job: PLENTY)
-    monkeypatch.setattr("cogvideox_flax.training.loop.compiled_once", lambda *_: pytest.fail("it was compiled again"))
-    monkeypatch.setattr(Trainer, "_jit_validation", lambda _: lambda state: 0.0)
-    assert finetune(job(**changes), progress=False).exists()
 
 
 def test_bytes_of_a_step(job):
@@ -94,13 +83,14 @@ def test_what_does_not_fit_is_refused_with_what_fits(job, monkeypatch):
     tried = []
 
     def of_settings(job, loss, target):
-        config, gib = job.config, {"none": 9, "attention": 7, "full": 5, "offload": 4}[job.config.remat]
+        config, gib = job.config, {"none": 9, "attention": 7, "full": 5, "offload": 4}[job.remat]
         gib -= 0.25 * config.loop.accumulate + 0.5 * (config.mesh is not None)
         tried.append(config)
         step = unmodelled(gib, 0.0, 0.0, 0.0)
         return StepForecast(**vars(step) | {"fits": gib * 2**30 <= target.memory}, clips=4, mfu=0.0), None
 
     monkeypatch.setattr(forecasting, "forecast", of_settings)
+    monkeypatch.setattr(forecasting, "stored_bytes", lambda *_: 0)
     for limit, change in (
         (7.5, 'it fits with remat = "attention": 6.75 GiB on each device'),
         (5.5, 'it fits with remat = "full": 4.75 GiB'),
@@ -112,6 +102,53 @@ def test_what_does_not_fit_is_refused_with_what_fits(job, monkeypatch):
         with pytest.raises(InputError, match=rf"needs 8.75 GiB on each device, which has {limit:.2f} GiB.*{change}"):
             finetune(job(remat="none"), progress=False)
     assert tried[-1].mesh == "1,8,1,fsdp" and tried[-1].loop.accumulate == 4
+
+
+def test_auto_is_the_first_that_fits(job, monkeypatch):
+    """The fastest first; what cannot fit is not compiled; the last is tried in any case."""
+    some, needs = job(remat="auto"), {"none": 9, "attention": 7, "full": 5, "offload": 4}
+    tried = []
+
+    def of_remat(job, loss, target):
+        tried.append(job.remat)
+        fits = needs[job.remat] * 2**30 <= target.memory
+        return StepForecast(**vars(unmodelled(9.0, 0.0, 0.0, 0.0)) | {"fits": fits}, clips=4, mfu=0.0), None
+
+    monkeypatch.setattr(forecasting, "forecast", of_remat)
+    monkeypatch.setattr(forecasting, "stored_bytes", lambda job, loss, platform: needs[job.remat] * 2**30)
+    for gib, platform, expected in (
+        (9, "tpu", ["none"]),
+        (5, "tpu", ["none", "attention", "full"]),
+        (4, "tpu", ["attention", "full", "offload"]),
+        (1, "tpu", ["offload"]),
+        (5, "gpu", ["none", "full"]),
+        (5, "cpu", ["none", "full"]),
+    ):
+        tried.clear()
+        found, step, _ = first_fit(some, loss_of, Target(platform, None, gib * 2**30, True))
+        assert tried == expected and found.remat == expected[-1] and step.fits == (gib >= needs[expected[-1]])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        pytest.param({"mesh": "2,1,2,fsdp", "method": "full", "loop.accumulate": 2}, marks=pytest.mark.further),
+    ],
+)
+def test_a_run_has_the_step_that_was_compiled_and_goes_on_with_its_remat(job, changes, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    changes |= {"remat": "auto", "loop.steps": 2}
+    with monkeypatch.context() as patch:
+        patch.setattr(forecasting, "host_memory", lambda: 2**50)
+        patch.setattr("cogvideox_flax.training.loop.compiled_once", lambda *_: pytest.fail("it was compiled again"))
+        patch.setattr(Trainer, "_jit_validation", lambda _: lambda state: 0.0)
+        some = job(**changes)
+        assert finetune(some, stop_after=lambda done: done == 1, progress=False) is None
+    assert caplog.text.count('remat = "auto": none, ') == 1
+    assert json.loads((some.config.out / RECORD_FILE).read_text())["remat"] == "none"
+    monkeypatch.setattr(finetuning, "fitting", lambda *_: pytest.fail("it was decided again"))
+    assert finetune(job(**changes), progress=False).exists()
 
 
 @pytest.mark.parametrize(
