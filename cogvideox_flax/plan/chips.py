@@ -16,20 +16,22 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Chip:
-    """hbm: bytes that programs may use. Per second: flops of bfloat16 products; bytes of bandwidth and link; clock."""
+    """hbm: bytes that programs may use. Per second: flops of bfloat16 products; bytes of bandwidth and link; clock.
+    unit: rows and columns of a matrix unit."""
 
     hbm: int
     flops: float
     bandwidth: float
     link: float
     clock: float
+    unit: int
 
 
 CHIPS = {
-    "v6e": Chip(int(31.25 * GIB), 918e12, 1640e9, 90e9, 1.75e9),
-    "v5e": Chip(int(15.75 * GIB), 197e12, 819e9, 45e9, 1.5e9),
-    "v5p": Chip(int(95.0 * GIB), 459e12, 2765e9, 90e9, 1.75e9),
-    "v4": Chip(int(31.25 * GIB), 275e12, 1228e9, 45e9, 1.05e9),
+    "v6e": Chip(int(31.25 * GIB), 918e12, 1640e9, 90e9, 1.75e9, 256),
+    "v5e": Chip(int(15.75 * GIB), 197e12, 819e9, 45e9, 1.5e9, 128),
+    "v5p": Chip(int(95.0 * GIB), 459e12, 2765e9, 90e9, 1.75e9, 128),
+    "v4": Chip(int(31.25 * GIB), 275e12, 1228e9, 45e9, 1.05e9, 128),
 }
 """Kind, as in the name of a topology -> chip. Clocks are derived from the matrix rate; a link's rate is the published
 one, for one direction of one link to a neighbour, and was not measured."""

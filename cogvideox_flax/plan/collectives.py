@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
@@ -38,10 +39,50 @@ def collectives(program: Program) -> dict[str, Traffic]:
     """Kind -> traffic; kinds that do not occur are absent."""
     found: dict[str, Traffic] = defaultdict(Traffic)
     for _, op, times in program.run():
-        kind = kind_of(op)
-        if kind is not None:
-            found[kind] += _traffic(op, kind) * times
+        for each in started_by(program, op):
+            kind = kind_of(each)
+            assert kind is not None
+            found[kind] += _traffic(each, kind) * times
     return dict(found)
+
+
+_START, _DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"
+"""What libtpu calls in the fusions with which an asynchronous collective begins and ends. In those between, it goes on
+beside a product."""
+
+
+def started_by(program: Program, op: Op) -> list[Op]:
+    """The collectives that an operation starts: itself, or those that libtpu puts in a fusion.
+
+    An all-reduce of which a fusion keeps each device's part is a reduce-scatter, and sends as much.
+    """
+    if op.kind != "fusion":
+        return [op] if kind_of(op) else []
+    if role_of(program, op) in ("step", "done"):
+        return []
+    return [_as_scatter(each, op) for each in program.inside(op) if kind_of(each)]
+
+
+def role_of(program: Program, op: Op) -> Literal["start", "step", "done"] | None:
+    """The part that a fusion has in an asynchronous collective; None: it has none."""
+    inside = list(program.inside(op)) if op.kind == "fusion" else []
+    if not any(kind_of(each) and "chain_id=" in each.text for each in inside):
+        return None
+    calls = "".join(each.text for each in inside if each.kind == "custom-call")
+    return "start" if _START in calls else "done" if _DONE in calls else "step"
+
+
+def channel_of(program: Program, op: Op) -> str:
+    """The channel of the collective in a fusion, by which its start and its end are known."""
+    texts = (each.text for each in program.inside(op) if kind_of(each))
+    return next(found[0] for text in texts if (found := re.search(r"channel_id=\d+", text)))
+
+
+def _as_scatter(op: Op, fusion: Op) -> Op:
+    n = len(groups_of(op.text)[0])
+    if kind_of(op) == "all-reduce" and n > 1 and sum(sizes(fusion.type)) * n <= sum(sizes(op.type)):
+        return replace(op, kind="reduce-scatter", type=fusion.type)
+    return op
 
 
 def kind_of(op: Op) -> str | None:

@@ -25,7 +25,7 @@ from cogvideox_flax.generate.run import ProgramCall, Run
 from cogvideox_flax.io.values import is_finite_number, short_repr
 from cogvideox_flax.models.sizes import Size
 from cogvideox_flax.plan.chips import GPUS, Chip, Gpu, chip_of, topology_devices
-from cogvideox_flax.plan.collectives import Traffic, collectives
+from cogvideox_flax.plan.collectives import Traffic, collectives, started_by
 from cogvideox_flax.plan.flops import Flops, Shares, count_flops
 from cogvideox_flax.plan.gpu import (
     GPU_METHOD,
@@ -55,7 +55,8 @@ TRAIN = "train"
 PARTS = 20
 """How many of a program's longest parts a forecast keeps."""
 METHOD = (
-    f"kernels at shares of the matrix rate ({_RATES}); other operations by the compiler's cycles, or by their bytes "
+    f"kernels at shares of the matrix rate (on a v6e {_RATES}; a matrix unit of half its size has those of twice the "
+    "head size or channels); other operations by the compiler's cycles, or by their bytes "
     "over the memory's rate if that is more; collectives by the bytes over the busiest link, less what the compiler's "
     "schedule runs beside them"
 )
@@ -286,7 +287,7 @@ def analyse(
     hlo = Program(text, shares)
     traffic = collectives(hlo)
     links = Links([] if on is None else [device.coords for device in on.devices.flat])
-    wire_s, hidden_s = waits(hlo, chip, lambda op: links.busiest_bytes(op) / chip.link)
+    wire_s, hidden_s = waits(hlo, chip, lambda op: sum(map(links.busiest_bytes, started_by(hlo, op))) / chip.link)
     listed = parts(hlo, chip)
     kernels, outside = (sum(part.seconds for part in listed if part.in_kernel == inside) for inside in (True, False))
     return StageForecast(

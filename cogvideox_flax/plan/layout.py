@@ -7,7 +7,7 @@ parallelism exchanges four of the weights' dtype. The traffic of ring attention 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from cogvideox_flax import sharding
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.run import Run
 from cogvideox_flax.plan.chips import CHIPS, Chip
-from cogvideox_flax.plan.timing import attention_rate
+from cogvideox_flax.plan.timing import ATTENTION_RATES, attention_rate
 from cogvideox_flax.sharding.sequence_parallel import ulysses_group
 
 _MATMUL_EFFICIENCY = 0.85  # share of the matrix rate that products reach
@@ -57,7 +57,7 @@ def layouts(run: Run, devices: int, chip: Chip, fsdp: bool = False) -> list[Layo
         heads = work.heads // tp
         group = ulysses_group(heads, sp)  # devices that exchange heads; keys circulate between groups
         flops = 4 * work.tokens**2 * work.head_dim * -(-heads // group) / (sp // group) * (batch // dp)
-        seconds = flops / (attention_rate(work.head_dim) * chip.flops)
+        seconds = flops / (attention_rate(work.head_dim, ATTENTION_RATES, chip.unit) * chip.flops)
         seconds += 24 * work.width * local_channels / tp / (_MATMUL_EFFICIENCY * chip.flops)
         seconds += _LAYER_TRAFFIC * local_channels / chip.bandwidth
         wire = 2 * local_channels / tp * (4 * (1 - 1 / group) + 2 * (sp // group - 1)) + 2 * 4 * local_channels * 2 * (
@@ -108,4 +108,4 @@ def chip_of_device(device: jax.Device) -> Chip:
     if kind in CHIPS:
         return CHIPS[kind]
     limit = (device.memory_stats() or {}).get("bytes_limit", CHIPS["v6e"].hbm)
-    return Chip(limit, *(getattr(CHIPS["v6e"], name) for name in ("flops", "bandwidth", "link", "clock")))
+    return replace(CHIPS["v6e"], hbm=limit)

@@ -5,7 +5,8 @@ longer; any other operation takes the time to move its bytes. The compiler has n
 its own cost estimate at the share of the matrix rate that its static schedule reaches, or the time to move its bytes.
 
 Operations run one after the other, in the order of the compiler's schedule. Only an asynchronous collective runs beside
-those between its start and its end; collectives wait for each other.
+those between its start and its end, and one inside a fusion beside what else the fusion does; collectives wait for each
+other.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from math import prod
 
 from cogvideox_flax.nn.conv import tpu_kernel
 from cogvideox_flax.plan.chips import Chip
-from cogvideox_flax.plan.collectives import KINDS
+from cogvideox_flax.plan.collectives import KINDS, channel_of, role_of
 from cogvideox_flax.plan.hlo import Op, Program, sizes
 
 CONVOLUTION_RATES = {128: 0.64, 256: 0.93}
@@ -39,9 +40,15 @@ SPARSE_RATES = {64: 0.26, 128: 0.43}
 """That of the kernel for lists of tiles of 384 tokens, which are narrower than two of the matrix unit's sides."""
 
 
-def attention_rate(head_dim: int, rates: dict[int, float] = ATTENTION_RATES) -> float:
-    """That of the nearest head size."""
-    return rates[min(rates, key=lambda size: abs(size - head_dim))]
+UNIT = 256
+"""Rows and columns of a v6e's matrix unit, of which these rates are. Heads and channels fill twice the share of a unit
+of half its size, and so they are taken to reach the rate of twice their number."""
+
+
+def attention_rate(head_dim: int, rates: dict[int, float], unit: int = UNIT) -> float:
+    """That of the nearest head size, on a matrix unit of this size."""
+    filled = head_dim * UNIT // unit
+    return rates[min(rates, key=lambda size: abs(size - filled))]
 
 
 _OTHER_KERNEL = 0.2  # such as stock attention
@@ -106,7 +113,7 @@ class _Timeline:
 def waits(program: Program, chip: Chip, link_seconds: Callable[[Op], float]) -> tuple[float, float]:
     """How long one run waits for its collectives, and for how much of their time it does something else.
 
-    link_seconds: of a collective; 0 for other operations.
+    link_seconds: of the collectives that an operation starts; 0 if it starts none.
     """
     timelines: dict[int, _Timeline] = defaultdict(_Timeline)  # by computation: nothing stands under a loop or a branch
     waited = in_all = 0.0
@@ -116,12 +123,14 @@ def waits(program: Program, chip: Chip, link_seconds: Callable[[Op], float]) -> 
         if seconds:
             in_all += times * seconds
             line.links_free = max(line.now, line.links_free) + seconds
-            if op.kind.endswith("-start"):
-                line.ends[op.name] = line.links_free
+            if op.kind.endswith("-start") or role_of(program, op) == "start":
+                line.ends[channel_of(program, op) if op.kind == "fusion" else op.name] = line.links_free
                 continue
-            line.now = line.links_free
-        elif op.kind.endswith("-done") and op.operands[0] in line.ends:
-            line.now = max(line.now, line.ends.pop(op.operands[0]))
+            own = _seconds(program, ops, op, chip)  # of a fusion
+            line.now = max(line.now + own, line.links_free)
+            begin += own
+        elif (done := _ended_by(program, op)) in line.ends:
+            line.now = max(line.now, line.ends.pop(done))
         else:
             line.now += _seconds(program, ops, op, chip)
             continue
@@ -129,20 +138,30 @@ def waits(program: Program, chip: Chip, link_seconds: Callable[[Op], float]) -> 
     return waited, in_all - waited
 
 
+def _ended_by(program: Program, op: Op) -> str:
+    """The name of the asynchronous collective that an operation may end; any other text if it ends none."""
+    if op.kind == "fusion":
+        return channel_of(program, op) if role_of(program, op) == "done" else ""
+    return op.operands[0] if op.kind.endswith("-done") else ""
+
+
 def _seconds(program: Program, ops: dict[str, Op], op: Op, chip: Chip) -> float:
     """Of one operation; 0 for collectives and for what begins an asynchronous operation."""
     if op.kind in FREE or op.kind.removesuffix("-start").removesuffix("-done") in KINDS or op.kind.endswith("-start"):
+        return 0.0
+    role = role_of(program, op)
+    if role in ("start", "done"):
         return 0.0
     if op.kind == "async-done":  # the asynchronous computation itself is counted separately
         return 0.0
     if _is_kernel(op):
         flops, moved = (_estimate(op, name) for name in ("flops", "bytes_accessed"))
-        return max(flops / (_kernel_rate(op) * chip.flops), moved / chip.bandwidth)
+        return max(flops / (_kernel_rate(op, chip.unit) * chip.flops), moved / chip.bandwidth)
     if op.kind.endswith("-done"):  # an asynchronous copy: the bytes moved, not those of its source
         moved = sum(sizes(op.type)) + sum(sizes(op.type, hbm_only=True))
     else:
         moved = program.written_bytes(ops, op) + program.read_bytes(ops, op)
-    seconds = moved / chip.bandwidth
+    seconds = moved / chip.bandwidth if role is None else 0.0  # beside a collective it passes on the collective's too
     if is_product(program, op):
         cycles = re.search(r'"estimated_cycles":"?(\d+)', op.text)
         seconds = max(seconds, int(cycles[1]) / chip.clock if cycles else 0.0)
@@ -155,17 +174,17 @@ def _estimate(op: Op, name: str) -> int:
     return int(found[1]) if found else 0
 
 
-def _kernel_rate(op: Op) -> float:
+def _kernel_rate(op: Op, unit: int) -> float:
     """The share of the matrix rate that a Pallas kernel reaches."""
     heads = re.search(r"\[\d+,(\d+),\d+\]", op.type)  # the attention kernel's result is [heads, head size, queries]
     if ATTENTION in op.text and heads:
-        return attention_rate(int(heads[1]), BACKWARD_RATES if BACKWARD in op.text else ATTENTION_RATES)
+        return attention_rate(int(heads[1]), BACKWARD_RATES if BACKWARD in op.text else ATTENTION_RATES, unit)
     if SPARSE in op.text and heads:
-        return attention_rate(int(heads[1]), SPARSE_RATES)
+        return attention_rate(int(heads[1]), SPARSE_RATES, unit)
     image = re.search(r"\[\d+,\d+,\d+,(\d+),(\d+)\]", op.type)
     if tpu_kernel.NAME in op.text and image:
         columns, channels = int(image[1]), int(image[2])
-        rate = CONVOLUTION_RATES[max(n for n in CONVOLUTION_RATES if n <= channels)]
+        rate = CONVOLUTION_RATES[max(n for n in CONVOLUTION_RATES if n <= channels * UNIT // unit)]
         return rate * columns / tpu_kernel.row_width(columns)
     return _OTHER_KERNEL
 

@@ -22,11 +22,11 @@ from cogvideox_flax.models.registry import RELEASES
 from cogvideox_flax.nn.scopes import runs_in, share_of
 from cogvideox_flax.plan import best_mesh, choose_mesh, forecast, meshes
 from cogvideox_flax.plan.chips import CHIPS, topology_devices
-from cogvideox_flax.plan.collectives import Traffic, collectives, groups_of
+from cogvideox_flax.plan.collectives import Traffic, collectives, groups_of, started_by
 from cogvideox_flax.plan.flops import Flops, count_flops
 from cogvideox_flax.plan.hlo import Program, sizes
 from cogvideox_flax.plan.layout import suitable_layouts
-from cogvideox_flax.plan.timing import parts, waits
+from cogvideox_flax.plan.timing import ATTENTION_RATES, BACKWARD_RATES, parts, waits
 from cogvideox_flax.plan.wire import Links, busiest, exchange, ring
 from cogvideox_flax.sharding import MeshShape
 from cogvideox_flax.training.forecast import StepForecast, unmodelled
@@ -464,6 +464,85 @@ ENTRY %main (q: (s32[], f32[8])) -> (s32[], f32[8]) {
     waited, hidden = waits(program, chip, seconds)
     assert waited == pytest.approx(5 * (1e-3 + 3e-3)) and hidden == pytest.approx(5 * 2e-3)
     assert sum(part.seconds for part in parts(program, chip)) == pytest.approx(5 * 2e-3)
+
+
+FUSED = """
+%all-reduce-scatter (a: f32[8,16]) -> f32[2,16] {
+  %a = f32[8,16]{1,0} parameter(0)
+  %sum = f32[8,16]{1,0} all-reduce(%a), channel_id=1, replica_groups={{0,1,2,3}}, to_apply=%add
+  %zero = s32[] constant(0)
+  ROOT %own = f32[2,16]{1,0} dynamic-slice(%sum, %zero, %zero), dynamic_slice_sizes={2,16}
+}
+
+%begin (w: f32[2,16]) -> (f32[2,16], f32[8,16]) {
+  %w = f32[2,16]{1,0} parameter(0)
+  %g = f32[8,16]{1,0} all-gather(%w), channel_id=2, replica_groups={{0,1,2,3}}, frontend_attributes={chain_id="0"}
+  ROOT %c = (f32[2,16], f32[8,16]) custom-call(%g), custom_call_target="AsyncCollectiveStart"
+}
+
+%beside (w2: f32[2,16], g2: f32[8,16], x2: f32[32,32]) -> (f32[32,32], f32[2,16], f32[8,16]) {
+  %w2 = f32[2,16]{1,0} parameter(0)
+  %g2 = f32[8,16]{1,0} parameter(1)
+  %x2 = f32[32,32]{1,0} parameter(2)
+  %y2 = f32[32,32]{1,0} convolution(%x2, %x2), dim_labels=bf_io->bf
+  %s2 = f32[8,16]{1,0} all-gather(%w2), channel_id=2, replica_groups={{0,1,2,3}}, frontend_attributes={chain_id="0"}
+  ROOT %t2 = (f32[32,32], f32[2,16], f32[8,16]) tuple(%y2, %w2, %s2)
+}
+
+%end (w3: f32[2,16], g3: f32[8,16]) -> f32[8,16] {
+  %w3 = f32[2,16]{1,0} parameter(0)
+  %g3 = f32[8,16]{1,0} parameter(1)
+  %s3 = f32[8,16]{1,0} all-gather(%w3), channel_id=2, replica_groups={{0,1,2,3}}, frontend_attributes={chain_id="0"}
+  ROOT %c3 = f32[8,16]{1,0} custom-call(%w3, %g3, %s3), custom_call_target="AsyncCollectiveDone"
+}
+
+ENTRY %main (x: f32[8,16], v: f32[2,16], y: f32[32,32]) -> (f32[2,16], f32[8,16]) {
+  %x = f32[8,16]{1,0} parameter(0)
+  %v = f32[2,16]{1,0} parameter(1)
+  %y = f32[32,32]{1,0} parameter(2)
+  %scattered = f32[2,16]{1,0} fusion(%x), kind=kCustom, calls=%all-reduce-scatter
+  %f1 = (f32[2,16], f32[8,16]) fusion(%v), kind=kCustom, calls=%begin
+  %i1 = f32[2,16]{1,0} get-tuple-element(%f1), index=0
+  %i2 = f32[8,16]{1,0} get-tuple-element(%f1), index=1
+  %f2 = (f32[32,32], f32[2,16], f32[8,16]) fusion(%i1, %i2, %y), kind=kOutput, calls=%beside, \
+backend_config={"estimated_cycles":"1750000"}
+  %i3 = f32[2,16]{1,0} get-tuple-element(%f2), index=1
+  %i4 = f32[8,16]{1,0} get-tuple-element(%f2), index=2
+  %f3 = f32[8,16]{1,0} fusion(%i3, %i4), kind=kCustom, calls=%end
+  ROOT %out = (f32[2,16], f32[8,16]) tuple(%scattered, %f3)
+}
+"""
+"""As libtpu writes them: a reduce-scatter; and a gather that begins, goes on beside a product of 1 ms, and ends."""
+
+
+def test_collectives_inside_fusions():
+    program, chip = Program(FUSED), CHIPS["v6e"]
+    whole = 8 * 16 * 4
+    assert collectives(program) == {
+        "reduce-scatter": Traffic(1, whole, whole * 3 // 4),
+        "all-gather": Traffic(1, whole, whole * 3 // 4),
+    }
+    links = Links([(i, 0) for i in range(4)])
+    sent = [sum(map(links.busiest_bytes, started_by(program, op))) for _, op, _ in program.run()]
+    assert sum(sent) == 2 * whole * 3 / 4 and sum(nbytes > 0 for nbytes in sent) == 2
+    waited, hidden = waits(program, chip, lambda op: 3e-3 if started_by(program, op) else 0.0)
+    assert waited == pytest.approx(3e-3 + 2e-3, rel=1e-3) and hidden == pytest.approx(1e-3, rel=1e-3)
+    assert sum(part.seconds for part in parts(program, chip)) == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_rates_are_of_the_kind_of_chip():
+    """A head fills twice the share of a matrix unit of half the size; convolutions alike."""
+    lines = """
+ENTRY %main (x: f32[8]) -> f32[8] {{
+  %x = f32[8]{{0}} parameter(0)
+  ROOT %k = bf16[4,64,128]{{2,1,0}} custom-call(%x), custom_call_target="tpu_custom_call", \
+metadata={{op_name="{name}"}}, backend_config={{"flops":"918000000000","bytes_accessed":"1"}}
+}}
+"""
+    for name, rates in (("cogvideox_splash", ATTENTION_RATES), ("cogvideox_splash_backward", BACKWARD_RATES)):
+        program = Program(lines.format(name=name))
+        wide, narrow = (sum(part.seconds for part in parts(program, CHIPS[kind])) for kind in ("v6e", "v5p"))
+        assert wide == pytest.approx(1e-3 / rates[64]) and narrow == pytest.approx(2e-3 / rates[128])
 
 
 def test_a_choice_that_says_how_often_it_is_made():
