@@ -10,9 +10,7 @@ Source: DDIM (arXiv 2010.02502), DPM-Solver++ (arXiv 2211.01095, its SDE form of
 2305.08891); diffusers `CogVideoXDDIMScheduler`, `CogVideoXDPMScheduler`.
 """
 
-from cogvideox_flax.schedulers.base import Scheduler, StepTable
-from cogvideox_flax.schedulers.ddim import DDIMScheduler
-from cogvideox_flax.schedulers.dpm import DPMScheduler
+from cogvideox_flax.schedulers.base import DDIMScheduler, DPMScheduler, Scheduler, StepTable
 from cogvideox_flax.schedulers.flow_match import FlowMatchConfig, FlowMatchScheduler
 from cogvideox_flax.schedulers.one_step import OneStepScheduler
 from cogvideox_flax.schedulers.solvers import (

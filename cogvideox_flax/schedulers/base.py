@@ -1,4 +1,4 @@
-"""The noise schedule, the table of a run's steps, and the base class of the schedulers."""
+"""The noise schedule, the table of a run's steps, the base classes of the schedulers, and CogVideoX's own two."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int, Int32
+from jaxtyping import Array, Float, Float32, Int, Int32, Num
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.values import short_repr
 from cogvideox_flax.schedulers.config import SchedulerConfig
 
 Table = Float32[np.ndarray, " N"]
+Batch = Float[Array, "B ..."]
+Timestep = int | float | Num[Array, ""] | Num[Array, " B"]
+"""One for all, or one per item."""
 
 
 @jax.tree_util.register_dataclass
@@ -192,31 +195,19 @@ class Scheduler:
             x = x + c.from_noise * noise.astype(jnp.float32)
         return x.astype(sample.dtype), x0 if self.keeps_x0 else None
 
-    def add_noise(
-        self,
-        sample: Float[Array, "B ..."],
-        noise: Float[Array, "B ..."],
-        timestep: int | Int[Array, ""] | Int[Array, " B"],
-    ) -> Float[Array, "B ..."]:
-        """Noise clean latents to `timestep` (one for all, or one per item), in float32; the dtype does not change."""
+    def add_noise(self, sample: Batch, noise: Batch, timestep: Timestep) -> Batch:
+        """Noise clean latents to `timestep`, in float32; the dtype does not change."""
         raise NotImplementedError
 
     def training_timesteps(self, shares: Float32[Array, " B"]) -> Int32[Array, " B"] | Float32[Array, " B"]:
         """The timesteps at these shares, 0 to 1, of the noise schedule: whole numbers."""
         return (shares * self.num_train_timesteps).astype(jnp.int32).clip(0, self.num_train_timesteps - 1)
 
-    def start_from(
-        self, latents: Float[Array, "B ..."], noise: Float[Array, "B ..."], timestep: int | Int[Array, ""]
-    ) -> Float[Array, "B ..."]:
+    def start_from(self, latents: Batch, noise: Batch, timestep: Timestep) -> Batch:
         """The sample with which a run from a clip begins: the clip's latents, noised to the first timestep."""
         return self.add_noise(latents, noise, timestep)
 
-    def velocity(
-        self,
-        sample: Float[Array, "B ..."],
-        noise: Float[Array, "B ..."],
-        timestep: int | Int[Array, ""] | Int[Array, " B"],
-    ) -> Float32[Array, "B ..."]:
+    def velocity(self, sample: Batch, noise: Batch, timestep: Timestep) -> Float32[Array, "B ..."]:
         """The target of the model for `add_noise` of the same arguments."""
         raise NotImplementedError
 
@@ -269,12 +260,7 @@ class DiffusionScheduler(Scheduler):
         """
         raise NotImplementedError
 
-    def add_noise(
-        self,
-        sample: Float[Array, "B ..."],
-        noise: Float[Array, "B ..."],
-        timestep: int | Int[Array, ""] | Int[Array, " B"],
-    ) -> Float[Array, "B ..."]:
+    def add_noise(self, sample: Batch, noise: Batch, timestep: Timestep) -> Batch:
         """sqrt(abar) sample + sqrt(1 - abar) noise.
 
         The reference rounds abar to the sample's dtype first, which in bfloat16 leaves three digits.
@@ -282,17 +268,12 @@ class DiffusionScheduler(Scheduler):
         signal, sigma = self._signal_and_sigma(timestep, sample.ndim)
         return (signal * sample.astype(jnp.float32) + sigma * noise.astype(jnp.float32)).astype(sample.dtype)
 
-    def velocity(
-        self,
-        sample: Float[Array, "B ..."],
-        noise: Float[Array, "B ..."],
-        timestep: int | Int[Array, ""] | Int[Array, " B"],
-    ) -> Float32[Array, "B ..."]:
+    def velocity(self, sample: Batch, noise: Batch, timestep: Timestep) -> Float32[Array, "B ..."]:
         """sqrt(abar) noise - sqrt(1 - abar) sample."""
         signal, sigma = self._signal_and_sigma(timestep, sample.ndim)
         return signal * noise.astype(jnp.float32) - sigma * sample.astype(jnp.float32)
 
-    def _signal_and_sigma(self, timestep: int | Int[Array, "*B"], ndim: int) -> tuple[Array, Array]:
+    def _signal_and_sigma(self, timestep: Any, ndim: int) -> tuple[Array, Array]:
         """sqrt(abar) and sqrt(1 - abar) at the timestep, float32, with axes for a sample of `ndim`."""
 
         def at_timestep(table: np.ndarray) -> Array:
@@ -300,6 +281,46 @@ class DiffusionScheduler(Scheduler):
             return values.reshape(values.shape + (1,) * (ndim - values.ndim))
 
         return at_timestep(np.sqrt(self.alphas_cumprod)), at_timestep(np.sqrt(1 - self.alphas_cumprod))
+
+
+class DDIMScheduler(DiffusionScheduler):
+    """Deterministic, first order. Its state is None. Source: arXiv 2010.02502, eta 0."""
+
+    kind = "ddim"
+
+    def _tables(self, here: np.ndarray, there: np.ndarray, last: np.ndarray, t: np.ndarray) -> dict[str, np.ndarray]:
+        from_sample = np.sqrt((1 - there) / (1 - here))
+        return {"from_sample": from_sample, "from_x0": np.sqrt(there) - np.sqrt(here) * from_sample}
+
+
+class DPMScheduler(DiffusionScheduler):
+    """SDE-DPM-Solver++ (2M): second order from the x0 of the step before, fresh noise at every step.
+
+    Its state is that x0. Where N does not divide 1000 the last step leads to timestep 0 and still adds noise, as in the
+    reference. Source: arXiv 2211.01095.
+    """
+
+    kind = "dpm"
+    needs_noise = True
+    keeps_x0 = True
+
+    def _tables(self, here: np.ndarray, there: np.ndarray, last: np.ndarray, t: np.ndarray) -> dict[str, np.ndarray]:
+        # Half log-SNR: -inf at pure noise and +inf at x0, where the step is first order and the rest is masked.
+        with np.errstate(divide="ignore", invalid="ignore"):
+            before = (np.log(here) - np.log1p(-here)) / 2
+            after = (np.log(there) - np.log1p(-there)) / 2
+            h = after - before
+            slope = h[1:] / (2 * np.diff(before))
+        second = np.zeros_like(here)
+        second[1:] = np.where(last[1:], 0, slope)
+        gained = -np.expm1(-2 * h)
+        from_denoised = np.sqrt(there) * gained
+        return {
+            "from_sample": np.sqrt((1 - there) / (1 - here)) * np.exp(-h),
+            "from_x0": from_denoised * (1 + second),
+            "from_previous_x0": -from_denoised * second,
+            "from_noise": np.sqrt((1 - there) * gained),
+        }
 
 
 def _alphas_cumprod(config: SchedulerConfig) -> np.ndarray:

@@ -8,10 +8,10 @@ from typing import Any, ClassVar, Self
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float32
 
 from cogvideox_flax.config import Config, require
-from cogvideox_flax.schedulers.base import Scheduler, StepTable
+from cogvideox_flax.schedulers.base import Batch, Scheduler, StepTable, Timestep
 from cogvideox_flax.schedulers.config import solver_class, solver_kind
 
 DIFFUSERS_NAMES = {
@@ -104,14 +104,10 @@ class FlowMatchScheduler(Scheduler):
     def training_timesteps(self, shares: Float32[Array, " B"]) -> Float32[Array, " B"]:
         return shares * self.num_train_timesteps
 
-    def add_noise(
-        self, sample: Float[Array, "B ..."], noise: Float[Array, "B ..."], timestep: float | Float[Array, "*B"]
-    ) -> Float[Array, "B ..."]:
+    def add_noise(self, sample: Batch, noise: Batch, timestep: Timestep) -> Batch:
         sigma = jnp.asarray(timestep, jnp.float32) / self.num_train_timesteps
         sigma = sigma.reshape(sigma.shape + (1,) * (sample.ndim - sigma.ndim))
         return ((1 - sigma) * sample.astype(jnp.float32) + sigma * noise.astype(jnp.float32)).astype(sample.dtype)
 
-    def velocity(
-        self, sample: Float[Array, "B ..."], noise: Float[Array, "B ..."], timestep: float | Float[Array, "*B"]
-    ) -> Float32[Array, "B ..."]:
+    def velocity(self, sample: Batch, noise: Batch, timestep: Timestep) -> Float32[Array, "B ..."]:
         return noise.astype(jnp.float32) - sample.astype(jnp.float32)

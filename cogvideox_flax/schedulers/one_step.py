@@ -6,11 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
-from jaxtyping import Array, Float, Int
 
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.schedulers.base import StepTable
-from cogvideox_flax.schedulers.ddim import DDIMScheduler
+from cogvideox_flax.schedulers.base import Batch, DDIMScheduler, StepTable, Timestep
 
 TIMESTEP = 399
 """Of the only step. Source: `sr_noise_step` of the authors' inference_script.py."""
@@ -61,7 +59,5 @@ class OneStepScheduler(DDIMScheduler):
             **{name: table.astype(np.float32) for name, table in tables.items()},
         )
 
-    def start_from(
-        self, latents: Float[Array, "B ..."], noise: Float[Array, "B ..."], timestep: int | Int[Array, ""]
-    ) -> Float[Array, "B ..."]:
+    def start_from(self, latents: Batch, noise: Batch, timestep: Timestep) -> Batch:
         return latents
