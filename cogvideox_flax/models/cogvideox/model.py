@@ -21,7 +21,6 @@ from cogvideox_flax.models.cogvideox import releases, sharding, visual
 from cogvideox_flax.models.cogvideox.autoencoder import DECODE_CHUNK, Autoencoder
 from cogvideox_flax.models.cogvideox.config import TransformerConfig, VAEConfig
 from cogvideox_flax.models.cogvideox.few_steps import DISTILLATIONS, TEACACHE
-from cogvideox_flax.models.cogvideox.sizes import check_channels, size_rule, size_warnings
 from cogvideox_flax.models.cogvideox.transformer import Tokens, Transformer
 from cogvideox_flax.models.denoiser import Features
 from cogvideox_flax.models.model import (
@@ -239,7 +238,13 @@ class CogVideoX(VideoModel):
             raise InputError(
                 f"the text encoder gives {text} channels, the transformer takes {self.transformer.text_width}"
             )
-        check_channels(self.transformer, self.configs["vae"])
+        latent = self.codec.latent_channels
+        if self.transformer.takes is None or self.transformer.out_channels != latent:
+            raise InputError(
+                f"its transformer takes {self.transformer.in_channels} channels; text-to-video has {latent}, "
+                f"image-to-video and control {2 * latent}, inpainting {2 * latent + 1}; take a checkpoint of one of "
+                "these kinds"
+            )
 
     def workload(self, size: Size) -> Workload:
         config = self.transformer
@@ -270,14 +275,40 @@ class CogVideoX(VideoModel):
 
     @property
     def size_rule(self) -> SizeRule:
-        return size_rule(self.transformer, self.configs["vae"])
+        config, codec = self.transformer, self.codec
+        c, patch, step = codec.temporal_compression, self.temporal_patch, codec.spatial_compression * config.patch_size
+        if config.takes == "inpaint" and patch > 1:  # these have no extra latent frames
+            return SizeRule(c * (patch - 1) + 1, c * patch, step)
+        # diffusers' decoder turns an odd number n of latents into c (n - 1) + 1 frames, an even number into c n
+        return SizeRule(1, 2 * c, step)
 
     @property
     def temporal_patch(self) -> int:
         return self.transformer.patch_size_t or 1
 
     def size_warnings(self, size: Size) -> list[str]:
-        return size_warnings(self.transformer, self.configs["vae"], self.release, size)
+        found, config, release = [], self.transformer, self.release
+        here = (size.height, size.width)
+        learned = tuple(side * self.codec.spatial_compression for side in (config.sample_height, config.sample_width))
+        if config.learned_positions and here != learned:
+            found.append(
+                f"the learned positions are those of {learned[0]}x{learned[1]} and are left out at "
+                f"{size.height}x{size.width}; the rotary ones stay"
+            )
+        if release is None:
+            return found
+        if release.any_size:
+            trained = min(here) == release.height and max(here) <= release.width
+            sizes = f"shorter side {release.height}, longer side up to {release.width}"
+        else:
+            trained = here == (release.height, release.width)
+            sizes = f"{release.height}x{release.width}"
+        if not trained:
+            found.append(f"{release.name} was trained at {sizes}, not {size.height}x{size.width}: expect worse video")
+        if size.num_frames > release.max_frames or size.num_frames % release.frame_step != 1:
+            frames = f"{release.frame_step} n + 1 frames up to {release.max_frames}"
+            found.append(f"{release.name} was trained on {frames}, not {size.num_frames}: expect worse video")
+        return found
 
     @property
     def text(self) -> tuple[TextInput, ...]:
@@ -293,7 +324,7 @@ class CogVideoX(VideoModel):
 
     @property
     def inputs(self) -> tuple[str, tuple[str, ...]]:
-        assert self.transformer.takes is not None  # `check_channels`
+        assert self.transformer.takes is not None  # `check`
         return visual.INPUTS[self.transformer.takes]
 
     def check_inputs(self, given: Sequence[str]) -> None:

@@ -22,7 +22,7 @@ from cogvideox_flax.models.hunyuan_video15.adapters import LORA
 from cogvideox_flax.models.hunyuan_video15.autoencoder import Autoencoder
 from cogvideox_flax.models.hunyuan_video15.config import TransformerConfig, VAEConfig
 from cogvideox_flax.models.hunyuan_video15.few_steps import DISTILLATIONS, TEACACHE
-from cogvideox_flax.models.hunyuan_video15.sizes import bucket_of, size_rule, size_warnings
+from cogvideox_flax.models.hunyuan_video15.sizes import NUM_FRAMES, bucket_of, size_buckets
 from cogvideox_flax.models.hunyuan_video15.tokenizer import TOKENIZER_FILES, Tokenizers, TokenizersConfig
 from cogvideox_flax.models.hunyuan_video15.transformer import Tokens, Transformer
 from cogvideox_flax.models.model import (
@@ -265,10 +265,21 @@ class HunyuanVideo15(VideoModel):
 
     @property
     def size_rule(self) -> SizeRule:
-        return size_rule(self.configs["vae"])
+        return SizeRule(1, self.codec.temporal_compression, self.codec.spatial_compression)
 
     def size_warnings(self, size: Size) -> list[str]:
-        return size_warnings(self.transformer, self.configs["vae"], size)
+        target, found = self.transformer.target_size, []
+        if (size.height, size.width) not in size_buckets(target, self.codec.spatial_compression):
+            height, width = self.size_from_image(size.height, size.width)
+            found.append(
+                f"this model was trained on sizes with the area of {target}x{target}, not {size.height}x{size.width}: "
+                f"expect worse video. With this aspect ratio it was {height}x{width}"
+            )
+        if size.num_frames > NUM_FRAMES:
+            found.append(
+                f"this model was trained on up to {NUM_FRAMES} frames, not {size.num_frames}: expect worse video"
+            )
+        return found
 
     def size_from_image(self, height: int, width: int) -> tuple[int, int]:
         return bucket_of(height, width, self.transformer.target_size, self.codec.spatial_compression)

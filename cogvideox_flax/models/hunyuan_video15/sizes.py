@@ -1,11 +1,8 @@
-"""Sizes of HunyuanVideo-1.5: buckets by aspect ratio of about one area, and 4 n + 1 frames."""
+"""Sizes of HunyuanVideo-1.5: buckets by aspect ratio of about one area."""
 
 from __future__ import annotations
 
 from functools import lru_cache
-
-from cogvideox_flax.models.hunyuan_video15.config import TransformerConfig, VAEConfig
-from cogvideox_flax.models.sizes import Size, SizeRule
 
 NUM_FRAMES = 121
 """Of the training's longest clips, and the default."""
@@ -45,22 +42,3 @@ def bucket_of(height: int, width: int, target: int, step: int) -> tuple[int, int
     ratios = {size: round(size[0] / size[1], 5) for size in size_buckets(target, step)}
     towards_square = [s for s, ratio in ratios.items() if (ratio <= wanted if wanted >= 1 else ratio >= wanted)]
     return min(towards_square, key=lambda size: abs(ratios[size] - wanted))
-
-
-def size_rule(vae: VAEConfig) -> SizeRule:
-    """The multiples of which frame counts and sides must be."""
-    return SizeRule(1, vae.temporal_compression, vae.spatial_compression)
-
-
-def size_warnings(transformer: TransformerConfig, vae: VAEConfig, size: Size) -> list[str]:
-    """Sentences about sizes that a model was not trained on."""
-    target, step, found = transformer.target_size, vae.spatial_compression, []
-    if (size.height, size.width) not in size_buckets(target, step):
-        height, width = bucket_of(size.height, size.width, target, step)
-        found.append(
-            f"this model was trained on sizes with the area of {target}x{target}, not {size.height}x{size.width}: "
-            f"expect worse video. With this aspect ratio it was {height}x{width}"
-        )
-    if size.num_frames > NUM_FRAMES:
-        found.append(f"this model was trained on up to {NUM_FRAMES} frames, not {size.num_frames}: expect worse video")
-    return found
