@@ -133,7 +133,6 @@ class CompiledProgram:
         self.program, self.mesh, self._key, self._cache = program, mesh, key, cache
         self._jit = jax.jit(program, compiler_options=dict(options or {}), donate_argnames=program.donate)
         self._compiled: dict[Any, Any] = {}
-        self._missing: set[Any] = set()  # in the cache
 
     def model_argument(self, model: Any) -> Any:
         """The first argument as the program takes it. Call this once before a loop over steps.
@@ -150,9 +149,7 @@ class CompiledProgram:
         shapes = _shapes(args)
         if shapes not in self._compiled and self._cache is not None:
             found = self._cache.find(self._key, args, self.mesh)
-            if found is None:
-                self._missing.add(shapes)
-            else:
+            if found is not None:
                 self._compiled[shapes] = found
         return shapes in self._compiled
 
@@ -164,11 +161,8 @@ class CompiledProgram:
         shapes = _shapes(args)
         if shapes not in self._compiled:
             make = partial(self._compile, args)
-            if self._cache is None:
-                self._compiled[shapes] = make()
-            else:
-                from_cache = self._cache.make if shapes in self._missing else self._cache.get
-                self._compiled[shapes] = from_cache(self._key, args, self.mesh, make)
+            cache = self._cache
+            self._compiled[shapes] = make() if cache is None else cache.get(self._key, args, self.mesh, make)
         return self._compiled[shapes]
 
     def _compile(self, args: tuple[Any, ...]) -> Any:

@@ -79,10 +79,8 @@ class CompileCache:
             make: compiles it.
         """
         found = self.find(what, args, mesh)
-        return self.make(what, args, mesh, make) if found is None else found
-
-    def make(self, what: str, args: tuple[Any, ...], mesh: Mesh | None, make: Callable[[], Any]) -> Any:
-        """Compile and cache a program that `find` has not found. Arguments as for `get`."""
+        if found is not None:
+            return found
         name = program_name(what, args, mesh)
         if name is None:
             return make()
