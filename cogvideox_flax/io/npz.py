@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import math
 import zipfile
 import zlib
@@ -11,14 +10,11 @@ from pathlib import Path
 from typing import IO
 
 import numpy as np
+from numpy.lib import format as npy
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.limits import MAX_ARRAY_BYTES
 from cogvideox_flax.io.paths import open_file
-
-_MAGIC = b"\x93NUMPY"
-_MAX_HEADER_BYTES = 10_000
-"""Of an array, as in numpy."""
 
 
 def read_npz(path: Path, names: Collection[str]) -> dict[str, np.ndarray]:
@@ -52,22 +48,18 @@ def _read_member(archive: zipfile.ZipFile, name: str) -> np.ndarray:
 
 
 def _read_header(file: IO[bytes]) -> tuple[np.dtype, tuple[int, ...], bool]:
-    """The dtype and shape of an npy, and whether it is in Fortran order; `numpy.lib.format` describes the header."""
-    magic = file.read(8)
-    if magic[:6] != _MAGIC or magic[6:] not in (b"\1\0", b"\2\0", b"\3\0"):
-        raise ValueError("it holds something else than an array")
-    length = int.from_bytes(file.read(2 if magic[6] == 1 else 4), "little")
-    if length > _MAX_HEADER_BYTES:
-        raise ValueError(f"the header of an array has {length:,} bytes")
-    text = file.read(length).decode("utf-8" if magic[6] == 3 else "latin-1")
+    """The dtype and shape of an npy, and whether it is in Fortran order."""
     try:
-        header = ast.literal_eval(text.strip())
-        descr, is_fortran, shape = (header[key] for key in ("descr", "fortran_order", "shape"))
-        dtype = np.dtype(descr) if isinstance(descr, str) else np.dtype(object)
-    except (LookupError, MemoryError, RecursionError, SyntaxError, TypeError, ValueError) as e:
+        version = npy.read_magic(file)
+    except ValueError as e:
+        raise ValueError("it holds something else than an array") from e
+    read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+    try:
+        shape, is_fortran, dtype = read(file)
+    except Exception as e:  # numpy's parser is Python's, with all of its exceptions
         raise ValueError("the header of an array is damaged") from e
     if dtype.kind not in "biufU":
         raise ValueError("it holds an array of something else than numbers or text")
-    if not isinstance(shape, tuple) or len(shape) > 32 or not all(type(n) is int and n >= 0 for n in shape):
+    if min(shape, default=0) < 0:
         raise ValueError("the header of an array is damaged")
-    return dtype, shape, is_fortran is True
+    return dtype, shape, is_fortran
