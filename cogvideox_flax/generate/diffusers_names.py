@@ -68,9 +68,6 @@ METHODS = {
 }
 """Method of a diffusers pipeline -> what takes its place."""
 
-ADAPTERS = ("load_lora_weights", "set_adapters", "unload_lora_weights", "get_active_adapters", "get_list_adapters")
-"""Methods of a diffusers pipeline that pipelines have."""
-
 DIFFUSERS_OUTPUT_TYPES: dict[str, Literal["uint8", "float"]] = {"np": "float", "pil": "uint8"}
 """diffusers' output_type -> ours; "pil" is a list of PIL images for each video."""
 

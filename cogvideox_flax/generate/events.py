@@ -128,11 +128,15 @@ def show(events: Events[T], progress: bool = True, *, bar: bool = True) -> Event
 def result_of(events: Events[T], progress: bool = False) -> T:
     """What a generator of events returns, after all of them."""
     with closing(show(events, progress)) as shown:
-        while True:
-            try:
-                next(shown)
-            except StopIteration as end:
-                return end.value
+        return _returned(shown)
+
+
+def _returned(events: Events[T]) -> T:
+    while True:
+        try:
+            next(events)
+        except StopIteration as end:
+            return end.value
 
 
 def last_of(events: Events[Any], progress: bool = False, *, bar: bool = True) -> Any:
@@ -143,12 +147,7 @@ def last_of(events: Events[Any], progress: bool = False, *, bar: bool = True) ->
 
 def save_videos(events: Events[None], run: Run, paths: Sequence[Path], **options: bool) -> list[dict[str, Any]]:
     """Read a run's events to the end, and write its videos as they are finished; arguments and result of `saving`."""
-    saved = saving(events, run, paths, **options)
-    while True:
-        try:
-            next(saved)
-        except StopIteration as end:
-            return end.value
+    return _returned(saving(events, run, paths, **options))
 
 
 def saving(

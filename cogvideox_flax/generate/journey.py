@@ -52,7 +52,6 @@ def generate(
         NonFiniteError: NaN or infinity in the latents, naming the step.
     """
     store = (Memory() if store is None else store).of(run)
-    store.check(run)
     if run.request.lora is None:
         run = run.varied(lora=list(model.loras))
     if run.request.output_type == "latent":

@@ -80,9 +80,6 @@ class Memory:
         """The store for the seeds of this run."""
         return self
 
-    def check(self, run: Run) -> None:
-        """Accept every run."""
-
     def has_conditioning(self, run: Run) -> bool:
         return False
 
@@ -151,20 +148,17 @@ class RunDirectory:
     negative = True  # also where guidance is off: a run with another guidance scale continues from them
 
     def of(self, run: Run) -> RunDirectory:
-        """The store for the seeds of this run."""
-        return dataclasses.replace(self, by_seed=run.request.num_videos > 1)
-
-    def check(self, run: Run) -> None:
-        """Refuse runs that are not done in stages.
+        """The store for the seeds of this run.
 
         Raises:
-            InputError: one_program, or latents as the result.
+            InputError: it is not done in stages: one_program, or latents as the result.
         """
         if run.request.one_program or run.request.output_type == "latent":
             raise InputError(
                 "a run directory holds the results of stages, its latents among them; leave one_program off, and "
                 'output_type "latent" out'
             )
+        return dataclasses.replace(self, by_seed=run.request.num_videos > 1)
 
     def _folder(self, run: Run, is_shared: bool = False) -> Path:
         return self.folder / f"seed-{run.request.seed}" if self.by_seed and not is_shared else self.folder

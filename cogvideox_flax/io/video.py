@@ -229,19 +229,6 @@ def read_video(path: str | Path) -> tuple[Frames, float]:
     return frames, info.fps
 
 
-def count_frames(path: str | Path) -> tuple[int, float]:
-    """The number of frames and frames per second that `read_video` would return, without decoding the video.
-
-    Args:
-        path: see `open_video`.
-
-    Raises:
-        InputError: there is no such video, or it cannot be read.
-    """
-    info = open_video(path).info
-    return info.num_frames, info.fps
-
-
 def read_metadata(path: str | Path) -> dict[str, Any]:
     """The metadata that `save_video` stored in a file or PNG sequence; {} for other files.
 

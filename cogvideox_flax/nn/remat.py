@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -12,8 +12,6 @@ RematChoice = Literal["none", "full", "attention", "offload"]
 """none: nothing is recomputed, and all that the gradient needs is stored. full: a layer is recomputed from its input.
 attention: the same, but for attention, whose result is stored too. offload: as attention, and what is stored is in the
 host's memory. Attention's result has names where a kernel for TPUs computes it; elsewhere it is recomputed."""
-
-CHOICES: tuple[str, ...] = get_args(RematChoice)
 
 Remat = bool | RematChoice
 """A choice; True is full, and False is none."""

@@ -15,9 +15,9 @@ from PIL.PngImagePlugin import PngInfo
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io import limits
 from cogvideox_flax.io.clips import fit_frame
-from cogvideox_flax.io.video import count_frames, read_video, save_video
+from cogvideox_flax.io.video import read_video, save_video
 from cogvideox_flax.training.clips import find_clips, load_clip
-from tests.support.media import CAPTION, cost_of_loading, encode, make_clips, pattern
+from tests.support.media import CAPTION, cost_of_loading, count_frames, encode, make_clips, pattern
 from tests.support.reference import SHARED
 
 

@@ -23,8 +23,8 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.io import limits
 from cogvideox_flax.io.containers import Container, x264_params
 from cogvideox_flax.io.source import FrameStream
-from cogvideox_flax.io.video import count_frames, open_video, read_metadata, read_video, save_video
-from tests.support.media import EXACT, add_sound, copy, encode, pattern, refusals_of_damaged, whole
+from cogvideox_flax.io.video import open_video, read_metadata, read_video, save_video
+from tests.support.media import EXACT, add_sound, copy, count_frames, encode, pattern, refusals_of_damaged, whole
 from tests.support.reference import SHARED
 
 

@@ -12,8 +12,8 @@ from PIL.PngImagePlugin import PngInfo
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.images import read_image, to_rgb
-from cogvideox_flax.io.video import count_frames, open_video, read_metadata, read_video, save_video
-from tests.support.media import refusals_of_damaged
+from cogvideox_flax.io.video import open_video, read_metadata, read_video, save_video
+from tests.support.media import count_frames, refusals_of_damaged
 
 
 def write(path, **texts) -> None:

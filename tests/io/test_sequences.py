@@ -12,9 +12,9 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.media import MASK, resolve_media
 from cogvideox_flax.generate.upscale import upscale
 from cogvideox_flax.io.paths import expand_user
-from cogvideox_flax.io.video import count_frames, open_video, read_video, save_video
+from cogvideox_flax.io.video import open_video, read_video, save_video
 from cogvideox_flax.training.clips import clip_contents, find_clips
-from tests.support.media import smooth
+from tests.support.media import count_frames, smooth
 
 EIGHT_FPS = SimpleNamespace(check_inputs=lambda _: None, defaults=SimpleNamespace(fps=8.0))
 

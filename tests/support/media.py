@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image
 
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.io.video import count_frames, read_metadata, read_video, save_video
+from cogvideox_flax.io.video import open_video, read_metadata, read_video, save_video
 from tests.support import processes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,6 +101,12 @@ def sound_of(path: Path) -> tuple[str, float, list[bytes]]:
         end = packets[-1].pts + packets[-1].duration
         begin = (shown.start_time or 0) * shown.time_base
         return heard.codec_context.name, float(end * heard.time_base - begin), [bytes(packet) for packet in packets]
+
+
+def count_frames(path: str | Path) -> tuple[int, float]:
+    """How many frames a video has, and how many a second; nothing is decoded."""
+    info = open_video(path).info
+    return info.num_frames, info.fps
 
 
 def copy(source: Path, path: Path, container: str | None = None, rate: int = 0) -> None:
