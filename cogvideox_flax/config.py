@@ -29,11 +29,7 @@ def require(component: str, raw: Mapping[str, Any], **expected: Any) -> None:
 
 
 def check_compression(name: str, ratio: int, most: int) -> None:
-    """Refuse a VAE's compression that its levels, which halve one after the other, do not make.
-
-    Raises:
-        CheckpointError: not a power of two, or more than all levels make.
-    """
+    """Refuse a VAE's compression that its levels, which halve one after the other, do not make."""
     if ratio & (ratio - 1) or ratio > most:
         raise CheckpointError(f"vae config: {name} compression is {ratio}; expected a power of two, at most {most}")
 
@@ -131,8 +127,4 @@ class Config:
         return self
 
     def check_dtype(self, dtype: str | None) -> None:
-        """Refuse a dtype that the component does not survive.
-
-        Raises:
-            InputError: that is what was asked for.
-        """
+        """Refuse a dtype that the component does not survive."""

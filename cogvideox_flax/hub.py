@@ -189,11 +189,7 @@ def _transformer_source(where: str | Path, base: Manifest, progress: bool) -> Do
 
 
 def _transformer_config(folder: Path, base: Manifest, where: object) -> Any:
-    """The config of a transformer that a checkpoint can have.
-
-    Raises:
-        InputError: it is no transformer, or of another architecture.
-    """
+    """The config of a transformer that a checkpoint can have."""
     component = base.model.denoiser
     if is_native(folder):
         manifest = read_manifest(folder)

@@ -135,11 +135,7 @@ def _checkpoint_in(dst: Path, family: type[VideoModel]) -> Manifest:
 
 
 def _components_in(src: Path, family: type[VideoModel]) -> list[str]:
-    """The components that src has.
-
-    Raises:
-        ConversionError: none, or it does not say which one it is.
-    """
+    """The components that src has."""
     names = list(folders_of(src, family)) if is_alone(src) else components_of(src, family.components)
     if not names and is_alone(src):
         kinds = ", ".join(sorted(class_names(src)))

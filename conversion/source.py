@@ -78,11 +78,7 @@ def _variant_of(path: Path) -> str:
 
 
 def _of_variant(folder: Path, files: list[Path], variant: str | None) -> list[Path]:
-    """The files of this variant; None: of the plain one, or of the only one.
-
-    Raises:
-        ConversionError: there is none, or several.
-    """
+    """The files of this variant; None: of the plain one, or of the only one."""
     known = {_variant_of(path) for path in files if path.suffix not in PICKLED} or {""}
     if variant is None and "" not in known and len(known) > 1:
         raise ConversionError(f"{folder} holds the variants {', '.join(sorted(known))}; name one with --variant")

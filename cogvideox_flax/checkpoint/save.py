@@ -85,11 +85,7 @@ def _link(source: Path, target: Path) -> None:
 
 
 def check_target(target: Path) -> None:
-    """Refuse a directory that `save` cannot write.
-
-    Raises:
-        InputError: it has other contents, or cannot be written.
-    """
+    """Refuse a directory that has other contents, or that cannot be written."""
     check_writable(target / CONFIG_FILE)
     if target.exists() and not is_native(target) and (not target.is_dir() or any(target.iterdir())):
         raise InputError(f"{target} exists and is not a native checkpoint; choose another place")

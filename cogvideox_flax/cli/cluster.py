@@ -30,11 +30,7 @@ ONE_FILE = (".mp4", ".webm", ".gif", ".webp", ".npz")
 
 
 def check_ray(args: argparse.Namespace, out: Path) -> None:
-    """Refuse what a cluster does not do.
-
-    Raises:
-        InputError: options of one process, or an output of several files.
-    """
+    """Refuse what a cluster does not do: options of one process, or an output of several files."""
     alone = ("batch", "preview", "profile", "coordinator", "num_processes")
     if given := [f"--{name.replace('_', '-')}" for name in alone if getattr(args, name, None) is not None]:
         raise InputError(f"{' and '.join(given)} cannot be given with --ray; leave one of them out")

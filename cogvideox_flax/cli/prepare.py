@@ -329,11 +329,7 @@ def read_like(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def refuse_unrepeatable(settings: Mapping[str, Any], path: Path, instead: str) -> None:
-    """Refuse settings that hold what no option of a run gives.
-
-    Raises:
-        InputError: they do; with `instead`, what to do.
-    """
+    """Refuse settings that hold what no option of a run gives; `instead` is what to do."""
     if stated := [f"{name} {json.dumps(settings[name])}" for name in UNREPEATABLE if settings.get(name) is not None]:
         raise InputError(f"{path} was made with more than the options of a run ({', '.join(stated)}); {instead}")
 

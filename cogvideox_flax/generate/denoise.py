@@ -234,14 +234,11 @@ def place_state(state: DenoiseState, mesh: Mesh | None) -> DenoiseState:
 
 
 def check_finite(finite: np.ndarray, inputs: DenoiseInputs, steps: int, hint: str = "", *, first: int = 0) -> None:
-    """Refuse to go on from NaN or infinity.
+    """Refuse to go on from NaN or infinity, with a NonFiniteError that names the first bad step.
 
     Args:
         finite: of steps in a row, the first of them being `first`.
         steps: number of steps of the run.
-
-    Raises:
-        NonFiniteError: naming the first bad step.
     """
     if not finite.all():
         step = first + int(np.argmin(finite))

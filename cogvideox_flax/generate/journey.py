@@ -148,15 +148,7 @@ def _finished(model: OpenModel, run: Run, frames: Any, done: int | None = None) 
 def encode(
     model: OpenModel, run: Run, *, negative: bool | None = None, text: Conditioning | None = None
 ) -> Events[Conditioning]:
-    """Encode prompts to features, images and clips to latents.
-
-    Args:
-        negative: encode the negative prompts in any case, or in none; default: where guidance needs them.
-        text: a conditioning of the same prompts, whose text features are used again.
-
-    Raises:
-        InputError: an encoder gives NaN or infinity, or a frame cannot be decoded.
-    """
+    """Encode prompts to features, images and clips to latents; arguments and errors as for `Pipeline.encode`."""
     if text is None:
         text = yield from encode_text(model, run, negative=negative)
     latents = {}
@@ -177,7 +169,7 @@ def encode_text(model: OpenModel, run: Run, *, negative: bool | None = None) -> 
     given = {} if request.text_features is None else text_features(request.text_features)
     features: dict[str, Any] = {name: given.get(name, {}) for name in prompts}
     # before a component is loaded: a cut prompt is reported at once
-    tokens = {name: model.tokenize(texts) for name, texts in prompts.items() if name not in given}
+    tokens = {name: model.tokenize(prompts[name]) for name in prompts if name not in given}
     for encoder in run.model.text if tokens else ():
         program, module = run.encode(encoder), model.component(encoder.component)
         for name in tokens:
@@ -192,20 +184,11 @@ def encode_text(model: OpenModel, run: Run, *, negative: bool | None = None) -> 
 def denoise(
     model: OpenModel, run: Run, conditioning: Conditioning, *, state: DenoiseState | None = None
 ) -> Events[Generator[DenoiseState, DenoiseState | None]]:
-    """Compile and load what the denoising loop needs; returns the loop, a generator of the states after each step.
-
-    Args:
-        conditioning: from `encode`.
-        state: of an earlier loop of the same run, to continue from.
-
-    Raises:
-        InputError: the conditioning or the state is not of this run.
-        NonFiniteError: NaN or infinity in the latents, naming the step.
-    """
+    """Compile and load what the denoising loop needs; returns the loop, which is that of `Pipeline.denoise`."""
     run.check_conditioning(conditioning)
-    if run.request.compiled_loop and state is not None:
-        raise InputError("a loop to go on from needs the step-by-step loop; leave compiled_loop off")
     if state is not None:
+        if run.request.compiled_loop:
+            raise InputError("a loop to go on from needs the step-by-step loop; leave compiled_loop off")
         run.check_state(state, model.mesh)
     latents, noise_source = yield from _start_noise(model, run)
     inputs, first = run.start(conditioning.on_host(), latents, noise_source)

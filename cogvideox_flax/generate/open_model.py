@@ -127,10 +127,10 @@ class OpenModel:
 
     # --- components
 
-    def tokenize(self, texts: Sequence[str]) -> dict[str, Any]:
+    def tokenize(self, prompts: Sequence[str]) -> dict[str, Any]:
         """Text encoder -> its tokens."""
         stages = self.manifest.model.text
-        return {stage.component: stage.tokenize(self.tokenizer, list(texts)) for stage in stages}
+        return {stage.component: stage.tokenize(self.tokenizer, list(prompts)) for stage in stages}
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or "manifest" not in self.__dict__ or name not in self.manifest.model.components:

@@ -289,7 +289,7 @@ class Pipeline(OpenModel):
         and clips.
 
         Args:
-            negative: encode the negative prompts in any case, or in none.
+            negative: encode the negative prompts in any case, or in none; default: where guidance needs them.
             text: an earlier result for the same prompts, whose text features are used again.
 
         Raises:
@@ -453,11 +453,7 @@ def _all_of(runs: Iterable[Events[None]]) -> Events[None]:
 
 
 def _latents_of(answer: Any, state: DenoiseState) -> Array | None:
-    """The latents to go on with that a callback returns; None if it returns none.
-
-    Raises:
-        InputError: latents of another shape, or anything else to go on with.
-    """
+    """The latents to go on with that a callback returns; None if it returns none."""
     if isinstance(answer, Mapping):
         if others := answer.keys() - {"latents"}:
             raise InputError(f"the callback returns {', '.join(map(str, others))}; it can change the latents alone")

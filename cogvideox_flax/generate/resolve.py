@@ -546,11 +546,7 @@ def _check_size(request: GenerationRequest, manifest: Manifest, size: Size) -> N
 
 
 def check_chunks(model: VideoModel, tiled: bool) -> None:
-    """Refuse to decode in chunks where that is not possible.
-
-    Raises:
-        InputError: the family cannot, or tiles are asked for too.
-    """
+    """Refuse to decode in chunks where the family cannot, or tiles are asked for too."""
     if not model.codec.decodes_chunks:
         raise InputError(f"{model.name} cannot decode a clip in chunks; leave the window out")
     if tiled:

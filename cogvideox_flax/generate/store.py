@@ -503,11 +503,7 @@ def asked_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_folder(folder: Path, nbytes: int = 0) -> None:
-    """Refuse a run directory, there or not yet, that results could not be written to.
-
-    Raises:
-        InputError: it cannot be made or written, or the disk is too full.
-    """
+    """Refuse a run directory, there or not yet, that cannot be written to, or whose disk is too full for results."""
     check_writable(folder / CONFIG_FILE)
     check_free_space(folder, nbytes)
 

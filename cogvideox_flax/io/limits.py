@@ -36,11 +36,7 @@ DECODER_THREADS = 4
 
 
 def check_size(path: Path, height: int, width: int) -> None:
-    """Refuse a frame or image by the size that its header states.
-
-    Raises:
-        InputError: no pixels, more than `MAX_PIXELS`, or a side above `MAX_SIDE`.
-    """
+    """Refuse a frame or image whose header states no pixels, more than `MAX_PIXELS`, or a side above `MAX_SIDE`."""
     if not 0 < height * width <= MAX_PIXELS:
         raise InputError(
             f"{path}: a frame of {width}x{height} has {height * width:,} pixels; "
@@ -54,11 +50,7 @@ def check_size(path: Path, height: int, width: int) -> None:
 
 
 def check_count(path: Path, num_frames: int) -> None:
-    """Refuse a video by its number of frames.
-
-    Raises:
-        InputError: none, or more than `MAX_FRAMES`.
-    """
+    """Refuse a video without frames, or with more than `MAX_FRAMES`."""
     if not num_frames:
         raise InputError(f"{path} holds no frames")
     if num_frames > MAX_FRAMES:
@@ -68,21 +60,13 @@ def check_count(path: Path, num_frames: int) -> None:
 
 
 def check_fps(path: Path, fps: float) -> None:
-    """Refuse a video by its frames per second.
-
-    Raises:
-        InputError: not a finite number between `MIN_FPS` and `MAX_FPS`.
-    """
+    """Refuse a video with less than `MIN_FPS` or more than `MAX_FPS` frames per second, or without a number of them."""
     if not MIN_FPS <= fps <= MAX_FPS:
         raise InputError(f"{path} states {fps:g} frames per second; expected {MIN_FPS:g} to {MAX_FPS:g}")
 
 
 def check_decoded_bytes(path: Path, num_frames: int, height: int, width: int) -> None:
-    """Refuse to decode a whole video whose uint8 frames are too large.
-
-    Raises:
-        InputError: more than `MAX_DECODED_BYTES`.
-    """
+    """Refuse to decode a whole video of more than `MAX_DECODED_BYTES` in uint8."""
     nbytes = num_frames * height * width * 3
     if nbytes > MAX_DECODED_BYTES:
         raise InputError(

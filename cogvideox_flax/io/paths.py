@@ -28,11 +28,7 @@ MARGIN = 64 * 2**20
 
 
 def check_kind(path: Path) -> None:
-    """Refuse what is neither a file nor a directory: reading it may never end, and writing would replace it.
-
-    Raises:
-        InputError: a named pipe, a socket or a device.
-    """
+    """Refuse a pipe, a socket or a device: reading it may never end, and writing would replace it."""
     if str(path).startswith(_OPEN_PIPES):
         return
     with suppress(OSError):  # reported where the path is used
@@ -230,14 +226,11 @@ def _is_private_group(gid: int) -> bool:
 
 
 def check_free_space(path: Path, nbytes: int) -> None:
-    """Refuse work for which the disk has too little space.
+    """Refuse work for which the disk, with a margin, has too little space.
 
     Args:
         path: a file or directory to be written; it need not exist.
         nbytes: how many bytes will be written there.
-
-    Raises:
-        InputError: fewer bytes plus a margin are free.
     """
     free = free_bytes(path)
     if free < nbytes + MARGIN:

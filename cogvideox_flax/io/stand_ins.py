@@ -27,11 +27,6 @@ def describe_stand_in(head: bytes) -> str | None:
 
 
 def refuse_stand_in(path: Path) -> None:
-    """Refuse a file that is a pointer or a page.
-
-    Raises:
-        CheckpointError: it is one.
-        InputError: it cannot be read.
-    """
+    """Refuse a file that is a pointer or a page, with a CheckpointError."""
     if (found := describe_stand_in(read_head(path, HEAD_BYTES))) is not None:
         raise CheckpointError(f"cannot use {path}: {found}")

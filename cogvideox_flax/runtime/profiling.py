@@ -38,11 +38,7 @@ class ProfilingOptions:
             raise InputError(f"profile_steps must be the first and the last step, 0 or more; got {first} and {last}")
 
     def check(self, steps: int, one_program: bool) -> None:
-        """Refuse a profile of steps that a run does not have.
-
-        Raises:
-            InputError: the run has fewer steps, or runs all of them in one program.
-        """
+        """Refuse a profile of steps that a run does not have, or runs in one program."""
         if self.profile is not None and one_program:
             raise InputError("steps can be profiled one by one only; leave compiled_loop and one_program off")
         if self.profile is not None and self.profile_steps[1] >= steps:
