@@ -11,7 +11,16 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+from huggingface_hub.constants import HF_HUB_CACHE
+
+from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.errors import install_extra
+from cogvideox_flax.io.paths import cache_dir, free_bytes, size_text
+from cogvideox_flax.models.registry import RELEASES
+from cogvideox_flax.runtime.devices import host_memory, memory_limit
+from cogvideox_flax.sharding.devices import accelerators, find_devices
 from cogvideox_flax.version import __version__
 
 PACKAGES = ("jax", "jaxlib", "flax", "libtpu", "numpy", "safetensors", "tokenizers", "av", "optax", "orbax-checkpoint")
@@ -28,17 +37,11 @@ def doctor(args: argparse.Namespace) -> None:
 
 def report() -> dict[str, Any]:
     """What `doctor` prints, as JSON values; bytes are whole numbers, and a missing thing is None."""
-    import jax
-
-    from cogvideox_flax.io.paths import free_bytes
-    from cogvideox_flax.runtime.devices import host_memory, memory_limit
-    from cogvideox_flax.sharding.devices import find_devices
-
     find_devices()
     devices, limit = jax.local_devices(), memory_limit(None)
     kind, count = devices[0].device_kind, len(devices)
     memory = host_memory() if limit is None else limit * count
-    home = _home()
+    home = cache_dir()
     return {
         "cogvideox-flax": __version__,
         "python": platform.python_version(),
@@ -60,15 +63,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _home() -> Path:
-    from cogvideox_flax.io.paths import cache_dir
-
-    return cache_dir()
-
-
 def _caches(home: Path) -> dict[str, Any]:
-    from huggingface_hub.constants import HF_HUB_CACHE
-
     programs = _size(home / "programs")
     return {
         "compiled programs": {"folder": str(home / "programs"), "bytes": programs},
@@ -91,11 +86,6 @@ def _size(folder: Path) -> int:
 
 def _fits(memory: int) -> dict[str, str]:
     """Release -> how its weights, in the default dtype, go into this memory."""
-    import jax.numpy as jnp
-
-    from cogvideox_flax.checkpoint import Manifest
-    from cogvideox_flax.models.registry import RELEASES
-
     found = {}
     for name, release in RELEASES.items():
         manifest = Manifest.of_release(release)
@@ -114,8 +104,6 @@ def _fits(memory: int) -> dict[str, str]:
 
 def _unused(used: str) -> str | None:
     """A line on hardware that JAX does not use."""
-    from cogvideox_flax.sharding.devices import accelerators
-
     for name, extra in accelerators().items():
         if used == "cpu":
             return f"there is {name}, which JAX does not use: {install_extra(extra)}"
@@ -132,8 +120,6 @@ def _next(used: str, memory: int) -> str:
 
 
 def _lines(found: dict[str, Any]) -> list[str]:
-    from cogvideox_flax.io.paths import size_text
-
     devices, host, fits = found["devices"], found["host"], found["fits"]
     each = f", {size_text(devices['bytes'])} each" if devices["bytes"] else ""
     packages = [f"{name} {version or '-'}" for name, version in found["packages"].items()]

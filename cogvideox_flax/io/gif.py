@@ -78,17 +78,8 @@ def write_gif(path: Path, frames: Frames | FrameStream, fps: float, comment: str
     Raises:
         InputError: a size or rate that the format does not support.
     """
-    if max(frames.shape[1:3]) > _MAX_SIDE or not limits.MIN_FPS <= fps <= limits.MAX_FPS:
-        raise InputError(
-            f"a .gif holds frames of at most {_MAX_SIDE}x{_MAX_SIDE} at a positive rate; "
-            f"got {frames.shape[2]}x{frames.shape[1]} at {fps:g} per second"
-        )
-    # Integer hundredths of a second whose rounding errors do not accumulate: 8 per second is 12, 13, 12, 13, ...
-    times = np.round(np.arange(len(frames) + 1) * 100 / fps).astype(int)
-    first, *rest = (Image.fromarray(frame) for frame in frames)
-    options: dict[str, Any] = {"append_images": rest, "duration": (10 * np.diff(times)).tolist(), "loop": 0}
     try:
-        first.save(path, "GIF", save_all=True, comment=comment.encode(), **options)
+        _write_images(path, "GIF", frames, fps, _MAX_SIDE, 100, comment=comment.encode())
     except OverflowError as e:
         raise InputError(
             f"a .gif shows an image for at most {_MAX_DELAY / 100:g} seconds, and equal consecutive frames are one "
@@ -98,6 +89,22 @@ def write_gif(path: Path, frames: Frames | FrameStream, fps: float, comment: str
     with path.open("r+b") as file:
         file.seek(-len(_END), os.SEEK_END)
         file.write(_RATE + bytes([len(rate)]) + rate + b"\0" + _END)
+
+
+def _write_images(
+    path: Path, form: str, frames: Frames | FrameStream, fps: float, most: int, ticks: int, **options: Any
+) -> None:
+    """Write an animation with sides up to `most`, whose times are whole ticks of a second."""
+    if max(frames.shape[1:3]) > most or not limits.MIN_FPS <= fps <= limits.MAX_FPS:
+        raise InputError(
+            f"a .{form.lower()} holds frames of at most {most}x{most} at a positive rate; "
+            f"got {frames.shape[2]}x{frames.shape[1]} at {fps:g} per second"
+        )
+    # the rounding errors do not accumulate: 8 per second is 12, 13, 12, 13, ... hundredths
+    times = np.round(np.arange(len(frames) + 1) * ticks / fps).astype(int)
+    first, *rest = (Image.fromarray(frame) for frame in frames)
+    durations = (1000 // ticks * np.diff(times)).tolist()
+    first.save(path, form, save_all=True, append_images=rest, duration=durations, loop=0, **options)
 
 
 def _delay(packet: Any) -> int:
@@ -189,14 +196,6 @@ def write_webp(path: Path, frames: Frames | FrameStream, fps: float, comment: st
     Raises:
         InputError: a size or rate that the format does not support.
     """
-    if max(frames.shape[1:3]) > _MAX_WEBP_SIDE or not limits.MIN_FPS <= fps <= limits.MAX_FPS:
-        raise InputError(
-            f"a .webp holds frames of at most {_MAX_WEBP_SIDE}x{_MAX_WEBP_SIDE} at a positive rate; "
-            f"got {frames.shape[2]}x{frames.shape[1]} at {fps:g} per second"
-        )
-    times = np.round(np.arange(len(frames) + 1) * 1000 / fps).astype(int)
-    first, *rest = (Image.fromarray(frame) for frame in frames)
     exif = Image.Exif()
     exif[_DESCRIPTION] = comment
-    how: Any = {"save_all": True, "append_images": rest, "duration": np.diff(times).tolist(), "loop": 0}
-    first.save(path, "WEBP", quality=_WEBP_QUALITY, exif=exif.tobytes(), **how)
+    _write_images(path, "WEBP", frames, fps, _MAX_WEBP_SIDE, 1000, quality=_WEBP_QUALITY, exif=exif.tobytes())

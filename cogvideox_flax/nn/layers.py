@@ -194,6 +194,11 @@ class TimestepMLP(nnx.Module):
         return self.linear_2(jax.nn.silu(self.linear_1(x)))
 
 
+def per_sample(value: Array | float | None, batch: int) -> Float32[Array, " B"]:
+    """One value for each sample, of one for all or of as many."""
+    return jnp.broadcast_to(jnp.asarray(value, jnp.float32), (batch,))
+
+
 def sinusoid(t: Float[Array, " B"], width: int) -> Float32[Array, "B width"]:
     """[cos | sin] of t at `width // 2` frequencies 10000^(-k / half), float32 (diffusers `get_timestep_embedding`)."""
     half = width // 2

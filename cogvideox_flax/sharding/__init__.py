@@ -41,6 +41,7 @@ from cogvideox_flax.sharding.tables import (
     parameter_name,
     parameter_sharding,
     parse_mesh,
+    split_tokens,
 )
 
 __all__ = [
@@ -75,5 +76,6 @@ __all__ = [
     "spatial_layout",
     "spatial_parallel_conv",
     "spatial_split",
+    "split_tokens",
     "whole_clips",
 ]

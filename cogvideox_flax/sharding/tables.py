@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.sharding.devices import find_devices
@@ -208,6 +208,11 @@ def constrain(x: Array, *axes: str | None) -> Array:
         return x
     spec = spec_of(mesh, axes, x.shape, "array")
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+
+def split_tokens(x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+    """Tokens as they are everywhere but in attention: split over devices."""
+    return constrain(x, "batch", "tokens", None)
 
 
 def devices_of(axis: str) -> int:

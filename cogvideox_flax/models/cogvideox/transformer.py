@@ -25,7 +25,7 @@ from cogvideox_flax.models.cogvideox.sharding import TRANSFORMER
 from cogvideox_flax.nn import rope
 from cogvideox_flax.nn.adaln import AdaLNZero, per_stream
 from cogvideox_flax.nn.component import Component
-from cogvideox_flax.nn.layers import MLP, LayerNorm, Linear, TimestepMLP, in_columns, sinusoid
+from cogvideox_flax.nn.layers import MLP, LayerNorm, Linear, TimestepMLP, in_columns, per_sample, sinusoid
 from cogvideox_flax.nn.platforms import compiling_for
 from cogvideox_flax.nn.qk_norm import qk_norm
 from cogvideox_flax.nn.remat import Remat, recomputed
@@ -204,16 +204,16 @@ class Transformer(Component):
         _, frames, rows, columns, _ = patches.shape
         grid = (frames, rows, columns)
 
-        emb = self.time_embedding(sinusoid(_per_sample(timestep, batch), config.width))
+        emb = self.time_embedding(sinusoid(per_sample(timestep, batch), config.width))
         if self.ofs_embedding is not None and config.ofs_width is not None:
-            emb = emb + self.ofs_embedding(sinusoid(_per_sample(ofs, batch), config.ofs_width))
+            emb = emb + self.ofs_embedding(sinusoid(per_sample(ofs, batch), config.ofs_width))
 
         text = self.text_proj(context.astype(jnp.float32))
         # rows for text and padding are added before the embedding, while tokens are narrow
         video = jnp.pad(patches.reshape(batch, -1, patches.shape[-1]), ((0, 0), (text_length, 0), (0, 0)))
         # a TPU stores tokens in tiles; otherwise each layer would pad queries, keys and values for the kernel
         video = sharding.pad_tokens(video, in_tiles=compiling_for.value == "tpu")
-        x = self.patch_embed(_shard_tokens(video))
+        x = self.patch_embed(sharding.split_tokens(video))
         x = jax.lax.dynamic_update_slice_in_dim(x, text, 0, 1)
         padding = x.shape[1] - text_length - math.prod(grid)
         positions = self._positions(text_length, grid)
@@ -252,7 +252,7 @@ class Transformer(Component):
         """The v prediction of the video tokens."""
         x = self.proj_out(self.norm_out(self.norm_final(tokens.x), tokens.emb))
         # text and padding are removed after the projection, when tokens are narrow again
-        x = sharding.constrain(_shard_tokens(x), "batch", None, None)[:, tokens.text_length : tokens.length]
+        x = sharding.constrain(sharding.split_tokens(x), "batch", None, None)[:, tokens.text_length : tokens.length]
         return unpatchify(x.reshape(x.shape[0], *tokens.grid, -1), self.config)
 
     def _positions(self, text_length: int, grid: tuple[int, int, int]) -> Float32[Array, "S D"] | None:
@@ -294,12 +294,7 @@ class Transformer(Component):
 
 
 def _run_block(tokens: Tokens, x: Float32[Array, "B S D"], block: Block, attend: Attend) -> Float32[Array, "B S D"]:
-    return sharding.layer_weights(TRANSFORMER, block)(replace(tokens, x=_shard_tokens(x)), attend)
-
-
-def _shard_tokens(x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
-    """Tokens are split over devices everywhere but in attention."""
-    return sharding.constrain(x, "batch", "tokens", None)
+    return sharding.layer_weights(TRANSFORMER, block)(replace(tokens, x=sharding.split_tokens(x)), attend)
 
 
 def patchify(x: Float[Array, "B T H W C"], config: TransformerConfig) -> Float[Array, "B t h w P"]:
@@ -326,7 +321,3 @@ def _rotary_base(config: TransformerConfig) -> tuple[int, int] | None:
     if config.patch_size_t is not None:
         return None
     return config.sample_height // config.patch_size, config.sample_width // config.patch_size
-
-
-def _per_sample(value: Array | float | None, batch: int) -> Float[Array, " B"]:
-    return jnp.broadcast_to(jnp.asarray(value, jnp.float32), (batch,))

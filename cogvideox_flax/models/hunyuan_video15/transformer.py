@@ -36,7 +36,7 @@ from cogvideox_flax.models.hunyuan_video15.sharding import TRANSFORMER
 from cogvideox_flax.nn import rope
 from cogvideox_flax.nn.adaln import modulated_norm
 from cogvideox_flax.nn.component import Component
-from cogvideox_flax.nn.layers import MLP, Linear, RMSNorm, TimestepMLP, sinusoid, standardize
+from cogvideox_flax.nn.layers import MLP, Linear, RMSNorm, TimestepMLP, per_sample, sinusoid, standardize
 from cogvideox_flax.nn.qk_norm import qk_norm
 from cogvideox_flax.nn.remat import Remat, recomputed
 from cogvideox_flax.nn.stack import scan_attended, scan_layers, stack
@@ -227,10 +227,10 @@ class Transformer(Component):
         """
         config, batch = self.config, latents.shape[0]
         self._check(latents, text, glyphs, image, next_timestep)
-        t = _per_sample(timestep, batch)
+        t = per_sample(timestep, batch)
         emb = self.time_embedding(sinusoid(t, TIME_WIDTH))
         if self.next_time_embedding is not None and next_timestep is not None:
-            emb = emb + self.next_time_embedding(sinusoid(_per_sample(next_timestep, batch), TIME_WIDTH))
+            emb = emb + self.next_time_embedding(sinusoid(per_sample(next_timestep, batch), TIME_WIDTH))
 
         kinds = self.kind_embedding[...].astype(jnp.float32)
         text, count = valid_first(text, text_mask)
@@ -247,7 +247,7 @@ class Transformer(Component):
         _, frames, rows, columns, _ = latents.shape
         grid = (frames, rows, columns)
         patches = latents.astype(jnp.float32).reshape(batch, -1, latents.shape[-1])
-        video = self.patch_embed(_shard_video(sharding.pad_tokens(patches)))
+        video = self.patch_embed(sharding.split_tokens(sharding.pad_tokens(patches)))
         axes = rope.axis_positions(grid, None)
         rotary = rope.rotary_of(axes, config.rope_axes, config.rope_theta)
         rotary = rope.pad_rotary(rotary, before=0, after=video.shape[1] - math.prod(grid))
@@ -282,7 +282,7 @@ class Transformer(Component):
         scale, shift = jnp.split(self.norm_out(jax.nn.silu(tokens.emb))[:, None], 2, -1)
         x = self.proj_out(standardize(video, EPS) * (1 + scale) + shift)
         # padding is removed after the projection, when tokens are narrow again
-        x = sharding.constrain(_shard_video(x), "batch", None, None)[:, : tokens.length]
+        x = sharding.constrain(sharding.split_tokens(x), "batch", None, None)[:, : tokens.length]
         return x.reshape(x.shape[0], *tokens.grid, -1)
 
     def _check(self, latents: Array, text: Array, glyphs: Array, image: Array | None, next_timestep: object) -> None:
@@ -300,14 +300,5 @@ class Transformer(Component):
 
 def _run_block(tokens: Tokens, x: Streams, block: Block, attend: Attend) -> Streams:
     block, (video, text) = sharding.layer_weights(TRANSFORMER, block), x
-    x = _shard_video(video), sharding.constrain(text, "batch", None, None)
+    x = sharding.split_tokens(video), sharding.constrain(text, "batch", None, None)
     return block(replace(tokens, x=x), attend)
-
-
-def _shard_video(x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
-    """Video tokens are split over devices everywhere but in attention."""
-    return sharding.constrain(x, "batch", "tokens", None)
-
-
-def _per_sample(value: Array | float, batch: int) -> Float32[Array, " B"]:
-    return jnp.broadcast_to(jnp.asarray(value, jnp.float32), (batch,))
