@@ -67,16 +67,23 @@ def _field_types(config_type: Any) -> dict[str, Any]:
     return typing.get_type_hints(config_type)
 
 
+def hf(default: Any, key: str | None) -> Any:
+    """A field with this default and this key in the JSON that diffusers or transformers write; None: it is not there.
+
+    Other fields have their name as the key.
+    """
+    return dataclasses.field(default=default, metadata={"hf": key})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """The config of one component: checked values, dict in, dict out. Fields have one of the types in `_EXPECTED`.
 
     Attributes:
-        hf_names: field -> its key in the JSON that diffusers or transformers write.
-        hf_values: keys of that JSON with the one value that is supported, where it is not the reference's default.
+        hf_values: keys of the JSON that diffusers or transformers write with the one value that is supported, where it
+            is not the reference's default.
     """
 
-    hf_names: ClassVar[Mapping[str, str]] = {}
     hf_values: ClassVar[Mapping[str, Any]] = {}
 
     def __post_init__(self) -> None:
@@ -101,13 +108,18 @@ class Config:
 
     @classmethod
     def named(cls, raw: Mapping[str, Any], **fields: Any) -> Self:
-        """The config of the values in `raw` by `hf_names`, and of these fields in place of them."""
-        return cls(**{field: raw[key] for field, key in cls.hf_names.items() if key in raw} | fields)
+        """The config of the values in `raw` by their keys (see `hf`), and of these fields in place of them."""
+        return cls(**{field: raw[key] for field, key in cls._hf_keys().items() if key in raw} | fields)
 
     def to_hf(self) -> dict[str, Any]:
         """The JSON of which `from_hf` makes this config."""
-        values = {key: getattr(self, field) for field, key in self.hf_names.items()}
+        values = {key: getattr(self, field) for field, key in self._hf_keys().items()}
         return {**self.hf_values, **{key: list(x) if isinstance(x, tuple) else x for key, x in values.items()}}
+
+    @classmethod
+    def _hf_keys(cls) -> dict[str, str]:
+        keys = {field.name: field.metadata.get("hf", field.name) for field in dataclasses.fields(cls)}
+        return {name: key for name, key in keys.items() if key is not None}
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Self:

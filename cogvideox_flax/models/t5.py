@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from cogvideox_flax import sharding
 from cogvideox_flax.attention.bounds import MASKED
-from cogvideox_flax.config import Config, require
+from cogvideox_flax.config import Config, hf, require
 from cogvideox_flax.errors import CheckpointError
 from cogvideox_flax.io.arrays import takes_tensors
 from cogvideox_flax.nn.layers import RMSNorm, TransposedLinear, precision
@@ -50,26 +50,14 @@ class TextEncoderConfig(Config):
     """The encoder half of T5 v1.1 (transformers `T5Config`)."""
 
     vocab_size: int = 32128
-    width: int = 4096
-    layers: int = 24
-    heads: int = 64
-    head_dim: int = 64
-    mlp_width: int = 10240
-    position_buckets: int = 32
-    position_max_distance: int = 128
-    norm_eps: float = 1e-6
-
-    hf_names: ClassVar[Mapping[str, str]] = {
-        "vocab_size": "vocab_size",
-        "width": "d_model",
-        "layers": "num_layers",
-        "heads": "num_heads",
-        "head_dim": "d_kv",
-        "mlp_width": "d_ff",
-        "position_buckets": "relative_attention_num_buckets",
-        "position_max_distance": "relative_attention_max_distance",
-        "norm_eps": "layer_norm_epsilon",
-    }
+    width: int = hf(4096, "d_model")
+    layers: int = hf(24, "num_layers")
+    heads: int = hf(64, "num_heads")
+    head_dim: int = hf(64, "d_kv")
+    mlp_width: int = hf(10240, "d_ff")
+    position_buckets: int = hf(32, "relative_attention_num_buckets")
+    position_max_distance: int = hf(128, "relative_attention_max_distance")
+    norm_eps: float = hf(1e-6, "layer_norm_epsilon")
     hf_values: ClassVar[Mapping[str, Any]] = {
         "model_type": "t5",
         "feed_forward_proj": "gated-gelu",

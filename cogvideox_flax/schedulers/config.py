@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from cogvideox_flax.config import Config, require
+from cogvideox_flax.config import Config, hf, require
 from cogvideox_flax.errors import CheckpointError
 
 DIFFUSERS_NAMES = {
@@ -74,18 +74,13 @@ class SchedulerConfig(Config):
 
     diffusers_names: ClassVar[Mapping[str, str]] = DIFFUSERS_NAMES
 
-    kind: str = "ddim"
+    kind: str = hf("ddim", None)
     num_train_timesteps: int = 1000
     beta_start: float = 0.00085
     beta_end: float = 0.012
     snr_shift_scale: float = 3.0
     rescale_betas_zero_snr: bool = True
     set_alpha_to_one: bool = True
-
-    hf_names: ClassVar[Mapping[str, str]] = {
-        **{name: name for name in ("num_train_timesteps", "beta_start", "beta_end", "snr_shift_scale")},
-        **{name: name for name in ("rescale_betas_zero_snr", "set_alpha_to_one")},
-    }
     hf_values: ClassVar[Mapping[str, Any]] = {
         "beta_schedule": "scaled_linear",
         "prediction_type": "v_prediction",

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32
 
-from cogvideox_flax.config import Config, require
+from cogvideox_flax.config import Config, hf, require
 from cogvideox_flax.schedulers.base import Batch, Scheduler, StepTable, Timestep
 from cogvideox_flax.schedulers.config import solver_class, solver_kind
 
@@ -28,11 +28,9 @@ class FlowMatchConfig(Config):
 
     diffusers_names: ClassVar[Mapping[str, str]] = DIFFUSERS_NAMES
 
-    kind: str = "flow_match"
+    kind: str = hf("flow_match", None)
     num_train_timesteps: int = 1000
     shift: float = 1.0
-
-    hf_names: ClassVar[Mapping[str, str]] = {"num_train_timesteps": "num_train_timesteps", "shift": "shift"}
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:

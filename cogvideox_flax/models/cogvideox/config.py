@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal, Self
 
-from cogvideox_flax.config import Config, check_compression, require
+from cogvideox_flax.config import Config, check_compression, hf, require
 from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.models.tiling import Tiling
 
@@ -19,46 +19,29 @@ class TransformerConfig(Config):
     `add_noise_in_inpaint_model`: an inpainting model was trained on a masked video with some noise.
     """
 
-    layers: int = 30
-    heads: int = 30
-    head_dim: int = 64
+    layers: int = hf(30, "num_layers")
+    heads: int = hf(30, "num_attention_heads")
+    head_dim: int = hf(64, "attention_head_dim")
     in_channels: int = 16
     out_channels: int = 16
     patch_size: int = 2
     patch_size_t: int | None = None
-    text_width: int = 4096
-    text_length: int = 226
-    time_width: int = 512
-    ofs_width: int | None = None
-    rotary: bool = False
-    learned_positions: bool = False
+    text_width: int = hf(4096, "text_embed_dim")
+    text_length: int = hf(226, "max_text_seq_length")
+    time_width: int = hf(512, "time_embed_dim")
+    ofs_width: int | None = hf(None, "ofs_embed_dim")
+    rotary: bool = hf(False, "use_rotary_positional_embeddings")
+    learned_positions: bool = hf(False, "use_learned_positional_embeddings")
     patch_bias: bool = True
     attention_bias: bool = True
     sample_height: int = 60
     sample_width: int = 90
     sample_frames: int = 49
-    temporal_compression: int = 4
+    temporal_compression: int = hf(4, "temporal_compression_ratio")
     spatial_interpolation_scale: float = 1.875
     temporal_interpolation_scale: float = 1.0
     norm_eps: float = 1e-5
     add_noise_in_inpaint_model: bool = False
-
-    hf_names: ClassVar[Mapping[str, str]] = {
-        "layers": "num_layers",
-        "heads": "num_attention_heads",
-        "head_dim": "attention_head_dim",
-        "text_width": "text_embed_dim",
-        "text_length": "max_text_seq_length",
-        "time_width": "time_embed_dim",
-        "ofs_width": "ofs_embed_dim",
-        "rotary": "use_rotary_positional_embeddings",
-        "learned_positions": "use_learned_positional_embeddings",
-        "temporal_compression": "temporal_compression_ratio",
-        **{name: name for name in ("in_channels", "out_channels", "patch_size", "patch_size_t", "patch_bias")},
-        **{name: name for name in ("attention_bias", "sample_height", "sample_width", "sample_frames", "norm_eps")},
-        **{name: name for name in ("spatial_interpolation_scale", "temporal_interpolation_scale")},
-        "add_noise_in_inpaint_model": "add_noise_in_inpaint_model",
-    }
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
@@ -139,23 +122,15 @@ class VAEConfig(Config):
     in_channels: int = 3
     out_channels: int = 3
     latent_channels: int = 16
-    block_channels: tuple[int, ...] = (128, 256, 256, 512)
+    block_channels: tuple[int, ...] = hf((128, 256, 256, 512), "block_out_channels")
     layers_per_block: int = 3
-    norm_groups: int = 32
+    norm_groups: int = hf(32, "norm_num_groups")
     norm_eps: float = 1e-6
-    temporal_compression: int = 4
+    temporal_compression: int = hf(4, "temporal_compression_ratio")
     scaling_factor: float = 1.15258426
     invert_scale_latents: bool = False
     sample_height: int = 480
     sample_width: int = 720
-
-    hf_names: ClassVar[Mapping[str, str]] = {
-        "block_channels": "block_out_channels",
-        "norm_groups": "norm_num_groups",
-        "temporal_compression": "temporal_compression_ratio",
-        **{name: name for name in ("in_channels", "out_channels", "latent_channels", "layers_per_block", "norm_eps")},
-        **{name: name for name in ("scaling_factor", "invert_scale_latents", "sample_height", "sample_width")},
-    }
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
-from cogvideox_flax.config import DEFAULT_MAX, Config, check_compression, require
+from cogvideox_flax.config import DEFAULT_MAX, Config, check_compression, hf, require
 from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.models.tiling import Tiling
 
@@ -23,33 +23,20 @@ class TransformerConfig(Config):
     use_meanflow: the model also takes the timestep to which a step leads (step-distilled checkpoints).
     """
 
-    layers: int = 54
-    heads: int = 16
-    head_dim: int = 128
-    refiner_layers: int = 2
+    layers: int = hf(54, "num_layers")
+    heads: int = hf(16, "num_attention_heads")
+    head_dim: int = hf(128, "attention_head_dim")
+    refiner_layers: int = hf(2, "num_refiner_layers")
     mlp_ratio: float = 4.0
     in_channels: int = 65
     out_channels: int = 32
-    text_width: int = 3584
-    glyph_width: int = 1472
-    image_width: int = 1152
+    text_width: int = hf(3584, "text_embed_dim")
+    glyph_width: int = hf(1472, "text_embed_2_dim")
+    image_width: int = hf(1152, "image_embed_dim")
     rope_theta: float = 256.0
-    rope_axes: tuple[int, ...] = (16, 56, 56)
+    rope_axes: tuple[int, ...] = hf((16, 56, 56), "rope_axes_dim")
     target_size: int = 640
     use_meanflow: bool = False
-
-    hf_names: ClassVar[Mapping[str, str]] = {
-        "layers": "num_layers",
-        "heads": "num_attention_heads",
-        "head_dim": "attention_head_dim",
-        "refiner_layers": "num_refiner_layers",
-        "text_width": "text_embed_dim",
-        "glyph_width": "text_embed_2_dim",
-        "image_width": "image_embed_dim",
-        "rope_axes": "rope_axes_dim",
-        **{name: name for name in ("mlp_ratio", "in_channels", "out_channels", "rope_theta", "target_size")},
-        "use_meanflow": "use_meanflow",
-    }
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -89,19 +76,11 @@ class VAEConfig(Config):
     in_channels: int = 3
     out_channels: int = 3
     latent_channels: int = 32
-    block_channels: tuple[int, ...] = (128, 256, 512, 1024, 1024)
+    block_channels: tuple[int, ...] = hf((128, 256, 512, 1024, 1024), "block_out_channels")
     layers_per_block: int = 2
-    spatial_compression: int = 16
-    temporal_compression: int = 4
+    spatial_compression: int = hf(16, "spatial_compression_ratio")
+    temporal_compression: int = hf(4, "temporal_compression_ratio")
     scaling_factor: float = 1.03682
-
-    hf_names: ClassVar[Mapping[str, str]] = {
-        "block_channels": "block_out_channels",
-        "spatial_compression": "spatial_compression_ratio",
-        "temporal_compression": "temporal_compression_ratio",
-        **{name: name for name in ("in_channels", "out_channels", "latent_channels", "layers_per_block")},
-        "scaling_factor": "scaling_factor",
-    }
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -16,7 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
 from cogvideox_flax import sharding
-from cogvideox_flax.config import Config, require
+from cogvideox_flax.config import Config, hf, require
 from cogvideox_flax.errors import CheckpointError
 from cogvideox_flax.io.arrays import takes_tensors
 from cogvideox_flax.nn import rope
@@ -54,23 +54,13 @@ class QwenConfig(Config):
     """The text part of Qwen2.5-VL (transformers `Qwen2_5_VLTextConfig`). layers: those that are run."""
 
     vocab_size: int = 152064
-    width: int = 3584
-    layers: int = 26
-    heads: int = 28
-    kv_heads: int = 4
-    mlp_width: int = 18944
-    rope_theta: float = 1e6
-    norm_eps: float = 1e-6
-
-    hf_names: ClassVar[Mapping[str, str]] = {
-        "vocab_size": "vocab_size",
-        "width": "hidden_size",
-        "layers": "num_hidden_layers",
-        "heads": "num_attention_heads",
-        "kv_heads": "num_key_value_heads",
-        "mlp_width": "intermediate_size",
-        "norm_eps": "rms_norm_eps",
-    }
+    width: int = hf(3584, "hidden_size")
+    layers: int = hf(26, "num_hidden_layers")
+    heads: int = hf(28, "num_attention_heads")
+    kv_heads: int = hf(4, "num_key_value_heads")
+    mlp_width: int = hf(18944, "intermediate_size")
+    rope_theta: float = hf(1e6, None)
+    norm_eps: float = hf(1e-6, "rms_norm_eps")
     hf_values: ClassVar[Mapping[str, Any]] = {"model_type": "qwen2_5_vl_text"}
 
     def __post_init__(self) -> None:

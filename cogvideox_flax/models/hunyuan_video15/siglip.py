@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Float32
 
 from cogvideox_flax import sharding
 from cogvideox_flax.attention import xla
-from cogvideox_flax.config import Config, require
+from cogvideox_flax.config import Config, hf, require
 from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.io.arrays import takes_tensors
 from cogvideox_flax.nn.layers import MLP, LayerNorm, Linear
@@ -47,23 +47,13 @@ LINEAR_MAPS = (
 class VisionConfig(Config):
     """The vision tower (transformers `SiglipVisionConfig`). image_size, patch_size: pixels of a side."""
 
-    width: int = 1152
-    layers: int = 27
-    heads: int = 16
-    mlp_width: int = 4304
+    width: int = hf(1152, "hidden_size")
+    layers: int = hf(27, "num_hidden_layers")
+    heads: int = hf(16, "num_attention_heads")
+    mlp_width: int = hf(4304, "intermediate_size")
     image_size: int = 384
     patch_size: int = 14
-    norm_eps: float = 1e-6
-
-    hf_names: ClassVar[Mapping[str, str]] = {
-        "width": "hidden_size",
-        "layers": "num_hidden_layers",
-        "heads": "num_attention_heads",
-        "mlp_width": "intermediate_size",
-        "image_size": "image_size",
-        "patch_size": "patch_size",
-        "norm_eps": "layer_norm_eps",
-    }
+    norm_eps: float = hf(1e-6, "layer_norm_eps")
     hf_values: ClassVar[Mapping[str, Any]] = {
         "model_type": "siglip_vision_model",
         "hidden_act": "gelu_pytorch_tanh",
