@@ -9,6 +9,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+Chunk = Callable[[Array, Any], tuple[Array, Any]]
+"""(chunk, cache of the chunk before; None for the first) -> (result, cache)."""
+
 
 def chunk_sizes(n: int, size: int) -> list[int]:
     """n frames in chunks of `size`, with the remainder in the first: 13, 2 -> 3, 2, 2, 2, 2, 2."""
@@ -25,16 +28,13 @@ def sizes_after_first(n: int, size: int) -> list[int]:
     return [1] + [size] * later + ([rest] if rest else [])
 
 
-def in_chunks(
-    part: Callable[[Array, Any], tuple[Array, Any]], x: Float[Array, "B T H W C"], sizes: Sequence[int]
-) -> Float[Array, "B t h w D"]:
+def in_chunks(part: Chunk, x: Float[Array, "B T H W C"], sizes: Sequence[int]) -> Float[Array, "B t h w D"]:
     """Run `part` on a whole clip, chunk by chunk with its cache.
 
     The first chunk has no cache and its own length; those that follow are equal and scanned, and the last may be
     shorter. So a clip of any length needs at most three compiled bodies.
 
     Args:
-        part: (chunk, cache of the chunk before; None for the first) -> (result, cache).
         sizes: the frames of each chunk.
     """
     first, *later = sizes

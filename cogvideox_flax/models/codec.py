@@ -1,24 +1,22 @@
-"""`Codec`: an autoencoder bound to its config; clips to latents and back, and the latents that a denoiser sees."""
+"""Clips to latents and back, the latents that a denoiser sees, and `Codec`: an autoencoder bound to its config."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32
 
+from cogvideox_flax.io.arrays import takes_tensors
+from cogvideox_flax.models.chunks import Chunk, in_chunks
+from cogvideox_flax.models.tiling import Tiling, check_clip, run_clips
+from cogvideox_flax.nn.component import Component
+
 LOGVAR_RANGE = (-30.0, 20.0)
-
-
-def mean_and_logvar(
-    moments: Float[Array, "B T h w 2L"],
-) -> tuple[Float[Array, "B T h w L"], Float[Array, "B T h w L"]]:
-    """The two halves of an encoder's channels, logvar clamped to `LOGVAR_RANGE`."""
-    mean, logvar = jnp.split(moments, 2, -1)
-    return mean, logvar.clip(*LOGVAR_RANGE)
 
 
 @dataclass(frozen=True)
@@ -43,6 +41,84 @@ class LatentStatistics:
     @property
     def _factor(self) -> Any:
         return np.asarray(self.scale, np.float32) if isinstance(self.scale, tuple) else self.scale
+
+
+class ChunkedAutoencoder(Component):
+    """Video to latent and back, chunk by chunk. Parameters are float32 at construction; inputs are cast to the
+    parameters' dtype.
+
+    pad: as for `sharding.spatial_split`.
+    """
+
+    pad: ClassVar[bool] = False
+    config: Any
+    encoder: Any
+    decoder: Any
+
+    def encoding(self, frames: int) -> tuple[Chunk, Sequence[int]]:
+        """What encodes a clip of `frames`, and the frames of each chunk."""
+        raise NotImplementedError
+
+    def decoding(self, frames: int) -> tuple[Chunk, Sequence[int]]:
+        """What decodes a clip of `frames` latent frames, and those of each chunk."""
+        raise NotImplementedError
+
+    @takes_tensors
+    def encode(
+        self, video: Float[Array, "B F H W 3"], *, tiling: Tiling | None = None, slicing: bool = False
+    ) -> tuple[Float[Array, "B T h w L"], Float[Array, "B T h w L"]]:
+        """Mean and log variance of the latent, raw: without the scaling factor.
+
+        Args:
+            video: in [-1, 1]; H and W multiples of `config.spatial_compression`.
+            tiling: encode in blended tiles when the video is larger than one; None encodes it whole.
+            slicing: one clip of the batch after the other: the same result in less memory.
+
+        Returns:
+            (mean, logvar) in the parameters' dtype, logvar clamped to `LOGVAR_RANGE`.
+
+        Raises:
+            InputError: a shape or a tiling that does not fit.
+        """
+        factor = self.config.spatial_compression
+        check_clip(video, "video", self.config.in_channels, factor)
+        part, sizes = self.encoding(video.shape[1])
+        narrow = video.astype(self.encoder.conv_in.kernel.dtype)
+        layout = None if tiling is None else tiling.encode_layout(factor)
+        run = partial(in_chunks, part, sizes=sizes)
+        moments = run_clips(run, narrow, layout, slicing=slicing, factor=factor, pad=self.pad).astype(narrow.dtype)
+        mean, logvar = jnp.split(moments, 2, -1)
+        return mean, logvar.clip(*LOGVAR_RANGE)
+
+    @takes_tensors
+    def decode(
+        self,
+        z: Float[Array, "B T h w L"],
+        *,
+        tiling: Tiling | None = None,
+        slicing: bool = False,
+        chunks: Sequence[int] | None = None,
+    ) -> Float[Array, "B F H W 3"]:
+        """The video of a latent.
+
+        Args:
+            z: raw, i.e. already divided by the scaling factor.
+            tiling: decode in blended tiles when the latent is larger than one; None decodes it whole.
+            slicing: one clip of the batch after the other: the same result in less memory.
+            chunks: latent frames of each chunk; None: those of diffusers.
+
+        Returns:
+            Video in about [-1, 1], not clipped, in the parameters' dtype.
+
+        Raises:
+            InputError: a shape or a tiling that does not fit.
+        """
+        check_clip(z, "latent", self.config.latent_channels, 1)
+        part, sizes = self.decoding(z.shape[1])
+        narrow = z.astype(self.decoder.conv_in.kernel.dtype)
+        layout = None if tiling is None else tiling.decode_layout(self.config.spatial_compression)
+        run = partial(in_chunks, part, sizes=sizes if chunks is None else chunks)
+        return run_clips(run, narrow, layout, slicing=slicing, factor=1, pad=self.pad)
 
 
 def encode(

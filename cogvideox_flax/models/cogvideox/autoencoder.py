@@ -17,12 +17,9 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from cogvideox_flax import sharding
-from cogvideox_flax.io.arrays import takes_tensors
-from cogvideox_flax.models.chunks import chunk_sizes, in_chunks
-from cogvideox_flax.models.codec import mean_and_logvar
+from cogvideox_flax.models.chunks import Chunk, chunk_sizes
+from cogvideox_flax.models.codec import ChunkedAutoencoder
 from cogvideox_flax.models.cogvideox.config import VAEConfig
-from cogvideox_flax.models.tiling import Tiling, check_clip, run_clips
-from cogvideox_flax.nn.component import Component
 from cogvideox_flax.nn.conv.causal_conv import CausalConv3d, SpatialConv
 from cogvideox_flax.nn.layers import Linear
 from cogvideox_flax.nn.norms import GroupNormSiLU, SpatialNormSiLU
@@ -223,69 +220,22 @@ class Decoder(nnx.Module):
         return x, (conv_in, mid, new_blocks, conv_out)
 
 
-class Autoencoder(Component):
-    """Video to latent and back. Parameters are float32 at construction; inputs are cast to the parameters' dtype."""
+class Autoencoder(ChunkedAutoencoder):
+    """Video to latent and back: F frames give ceil(F / 4) latent ones, odd T latent ones 4 (T - 1) + 1, even T 4 T.
+
+    `sizes_after_first` as chunks of `decode` give 4 (T - 1) + 1 frames for any T.
+    """
 
     def __init__(self, config: VAEConfig, *, rngs: nnx.Rngs):
         self.config = config
         self.encoder = Encoder(config, rngs=rngs)
         self.decoder = Decoder(config, rngs=rngs)
 
-    @takes_tensors
-    def encode(
-        self, video: Float[Array, "B F H W 3"], *, tiling: Tiling | None = None, slicing: bool = False
-    ) -> tuple[Float[Array, "B T h w L"], Float[Array, "B T h w L"]]:
-        """Mean and log variance of the latent, raw: without the scaling factor.
+    def encoding(self, frames: int) -> tuple[Chunk, Sequence[int]]:
+        return self.encoder, chunk_sizes(frames, ENCODE_CHUNK)
 
-        Args:
-            video: in [-1, 1]; H and W multiples of `config.spatial_compression`. F frames give ceil(F / 4) latent ones.
-            tiling: encode in blended tiles when the video is larger than one; None encodes it whole.
-            slicing: one clip of the batch after the other: the same result in less memory.
-
-        Returns:
-            (mean, logvar) in the parameters' dtype, logvar clamped to [-30, 20].
-
-        Raises:
-            InputError: a shape or a tiling that does not fit.
-        """
-        factor = self.config.spatial_compression
-        check_clip(video, "video", self.config.in_channels, factor)
-        layout = None if tiling is None else tiling.encode_layout(factor)
-        run = partial(in_chunks, self.encoder, sizes=chunk_sizes(video.shape[1], ENCODE_CHUNK))
-        narrow = video.astype(self.encoder.conv_in.kernel.dtype)
-        moments = run_clips(run, narrow, layout, slicing=slicing, factor=factor)
-        return mean_and_logvar(moments)
-
-    @takes_tensors
-    def decode(
-        self,
-        z: Float[Array, "B T h w L"],
-        *,
-        tiling: Tiling | None = None,
-        slicing: bool = False,
-        chunks: Sequence[int] | None = None,
-    ) -> Float[Array, "B F H W 3"]:
-        """The video of a latent.
-
-        Args:
-            z: raw, i.e. already divided by the scaling factor. Odd T give 4 (T - 1) + 1 frames, even T give 4 T.
-            tiling: decode in blended tiles when the latent is larger than one; None decodes it whole.
-            slicing: one clip of the batch after the other: the same result in less memory.
-            chunks: latent frames of each chunk; None: diffusers', of `chunk_sizes`. Those of `sizes_after_first` give
-                4 (T - 1) + 1 frames for any T.
-
-        Returns:
-            Video in about [-1, 1], not clipped, in the parameters' dtype.
-
-        Raises:
-            InputError: a shape or a tiling that does not fit.
-        """
-        check_clip(z, "latent", self.config.latent_channels, 1)
-        layout = None if tiling is None else tiling.decode_layout(self.config.spatial_compression)
-        sizes = chunk_sizes(z.shape[1], DECODE_CHUNK) if chunks is None else chunks
-        run = partial(in_chunks, self.decoder, sizes=sizes)
-        narrow = z.astype(self.decoder.conv_in.kernel.dtype)
-        return run_clips(run, narrow, layout, slicing=slicing, factor=1)
+    def decoding(self, frames: int) -> tuple[Chunk, Sequence[int]]:
+        return self.decoder, chunk_sizes(frames, DECODE_CHUNK)
 
     def decode_chunk(self, z: Float[Array, "B t h w L"], cache: Cache) -> tuple[Float[Array, "B F H W 3"], Cache]:
         """One chunk of `decode`, in order: its frames in about [-1, 1], and the cache for the next chunk.

@@ -19,13 +19,10 @@ from jaxtyping import Array, Float
 from cogvideox_flax import sharding
 from cogvideox_flax.attention import xla
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.io.arrays import takes_tensors
-from cogvideox_flax.models.chunks import in_chunks, sizes_after_first
-from cogvideox_flax.models.codec import mean_and_logvar
+from cogvideox_flax.models.chunks import Chunk, sizes_after_first
+from cogvideox_flax.models.codec import ChunkedAutoencoder
 from cogvideox_flax.models.hunyuan_video15.config import VAEConfig
 from cogvideox_flax.models.hunyuan_video15.resample import Downsample, Upsample, mean_groups, repeat_channels
-from cogvideox_flax.models.tiling import Tiling, check_clip, run_clips
-from cogvideox_flax.nn.component import Component
 from cogvideox_flax.nn.conv.causal_conv import CausalConv3d
 from cogvideox_flax.nn.layers import Linear
 from cogvideox_flax.nn.norms import ChannelRMSNorm
@@ -188,65 +185,25 @@ class Decoder(nnx.Module):
         return x, (conv_in, mid, levels, conv_out)
 
 
-class Autoencoder(Component):
-    """Video to latent and back. Parameters are float32 at construction; inputs are cast to the parameters' dtype."""
+class Autoencoder(ChunkedAutoencoder):
+    """Video to latent and back: 4 (T - 1) + 1 frames, T latent ones."""
+
+    pad = True
 
     def __init__(self, config: VAEConfig, *, rngs: nnx.Rngs):
         self.config = config
         self.encoder = Encoder(config, rngs=rngs)
         self.decoder = Decoder(config, rngs=rngs)
 
-    @takes_tensors
-    def encode(
-        self, video: Float[Array, "B F H W 3"], *, tiling: Tiling | None = None, slicing: bool = False
-    ) -> tuple[Float[Array, "B T h w L"], Float[Array, "B T h w L"]]:
-        """Mean and log variance of the latent, raw: without the scaling factor.
+    def encoding(self, frames: int) -> tuple[Chunk, Sequence[int]]:
+        time = self.config.temporal_compression
+        if frames % time != 1:
+            raise InputError(f"the video has {frames} frames; they must be {time} n + 1")
+        sizes = sizes_after_first(frames, time)
+        return partial(self.encoder, frames=len(sizes)), sizes
 
-        Args:
-            video: in [-1, 1]; H and W multiples of 16. 4 (T - 1) + 1 frames give T latent ones.
-            tiling: encode in blended tiles when the video is larger than one; None encodes it whole.
-            slicing: one clip of the batch after the other: the same result in less memory.
-
-        Returns:
-            (mean, logvar) in the parameters' dtype, logvar clamped to [-30, 20].
-
-        Raises:
-            InputError: a shape or a tiling that does not fit.
-        """
-        factor, time = self.config.spatial_compression, self.config.temporal_compression
-        check_clip(video, "video", self.config.in_channels, factor)
-        if video.shape[1] % time != 1:
-            raise InputError(f"the video has {video.shape[1]} frames; they must be {time} n + 1")
-        sizes = sizes_after_first(video.shape[1], time)
-        run = partial(in_chunks, partial(self.encoder, frames=len(sizes)), sizes=sizes)
-        narrow = video.astype(self.encoder.conv_in.kernel.dtype)
-        layout = None if tiling is None else tiling.encode_layout(factor)
-        moments = run_clips(run, narrow, layout, slicing=slicing, factor=factor, pad=True)
-        return mean_and_logvar(moments.astype(narrow.dtype))
-
-    @takes_tensors
-    def decode(
-        self, z: Float[Array, "B T h w L"], *, tiling: Tiling | None = None, slicing: bool = False
-    ) -> Float[Array, "B F H W 3"]:
-        """The video of a latent: 4 (T - 1) + 1 frames.
-
-        Args:
-            z: raw, i.e. already divided by the scaling factor.
-            tiling: decode in blended tiles when the latent is larger than one; None decodes it whole.
-            slicing: one clip of the batch after the other: the same result in less memory.
-
-        Returns:
-            Video in about [-1, 1], not clipped, in the parameters' dtype.
-
-        Raises:
-            InputError: a shape or a tiling that does not fit.
-        """
-        check_clip(z, "latent", self.config.latent_channels, 1)
-        frames = z.shape[1]
-        run = partial(in_chunks, partial(self.decoder, frames=frames), sizes=[1] * frames)
-        narrow = z.astype(self.decoder.conv_in.kernel.dtype)
-        layout = None if tiling is None else tiling.decode_layout(self.config.spatial_compression)
-        return run_clips(run, narrow, layout, slicing=slicing, factor=1, pad=True)
+    def decoding(self, frames: int) -> tuple[Chunk, Sequence[int]]:
+        return partial(self.decoder, frames=frames), [1] * frames
 
 
 def _run_levels(levels: Sequence[Level], x: Array, caches: Sequence[Cache]) -> tuple[Array, list[Cache]]:
