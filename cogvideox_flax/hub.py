@@ -162,9 +162,9 @@ def _with_transformer(native: Path, where: str | Path, variant: str | None, prog
                 write_manifest(target, replace(manifest, weights=others | {component: record}))
                 return target
             if source.origin:
-                download(
-                    str(where), source.origin["revision"], _transformer_files(source, component), progress=progress
-                )
+                stem = f"{component}/*" if source.folder.name == component else "diffusion_pytorch_model*"
+                wanted = (f"{stem}.safetensors", f"{stem}.safetensors.index*.json")
+                download(str(where), source.origin["revision"], wanted, progress=progress)
             write_manifest(target, manifest)
             with progress_bar(progress) as report:
                 how: Any = {"components": [component], "variant": variant, "origin": source.origin}
@@ -211,12 +211,6 @@ def _files_alone(place: Path) -> list[Path]:
         if place.is_file()
         else [p for p in sorted(place.iterdir()) if p.suffix in (".json", ".safetensors", ".gguf")]
     )
-
-
-def _transformer_files(source: Download, component: str) -> tuple[str, ...]:
-    """Patterns of a transformer's files in a repository of its own, or of a model."""
-    stem = f"{component}/*" if source.folder.name == component else "diffusion_pytorch_model*"
-    return (f"{stem}.safetensors", f"{stem}.safetensors.index*.json")
 
 
 def native_here(where: str) -> Path | None:

@@ -195,14 +195,11 @@ def _prepare_queue(args: argparse.Namespace, queue: Queue, folder: Path) -> Prep
     if args.ray is not None:  # the mesh is of a worker's devices
         args = argparse.Namespace(**vars(args) | {"mesh": None})
     choice, manifest = look(args, {"model_id": hub.EMBEDDED_IMAGE_TO_VIDEO} if with_images else None)
-    check = partial(_check_queued, args, is_latents(queue.out))
     options = {"lora": [], **given_options(args)}
-    runs = queue.resolve(options, manifest, choice.dtype, args.batch or 1, check)
+    how = {"overwrite": True, "preview": args.preview, "latents": is_latents(queue.out)}
+    batch = args.batch or 1
+    runs = queue.resolve(options, manifest, choice.dtype, batch, lambda path: check_output([path], **how))
     return check_runs(args, choice, manifest, runs, folder)
-
-
-def _check_queued(args: argparse.Namespace, latents: bool, path: Path) -> None:
-    check_output([path], overwrite=True, preview=args.preview, latents=latents)
 
 
 # --- stages

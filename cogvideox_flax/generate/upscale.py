@@ -184,7 +184,6 @@ class _Array:
     """A `VideoSource` of frames in memory."""
 
     array: Frames
-    files: Sequence[Path] = ()
 
     def __post_init__(self) -> None:
         if self.array.dtype != np.uint8 or self.array.ndim != 4 or self.array.shape[-1] != 3:
@@ -197,9 +196,6 @@ class _Array:
 
     def frames(self, indices: Any) -> Iterator[tuple[int, Frames]]:
         return ((i, self.array[i]) for i in indices)
-
-    def comment(self) -> str:
-        return ""
 
 
 def check_memory(model: OpenModel, layout: TileLayout, *, progress: bool = True) -> None:

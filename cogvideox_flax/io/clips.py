@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Int, UInt8
+from jaxtyping import UInt8
 from PIL import Image
 
 from cogvideox_flax.io.source import Frame, Frames, VideoSource
@@ -46,15 +46,12 @@ class Resampled:
             InputError: a frame cannot be decoded.
         """
         info = self.source.info
-        chosen = self._nearest(np.asarray(indices), info.num_frames)
+        nearest = np.floor(np.asarray(indices) * self.ratio + 0.5).astype(int)
+        chosen = np.minimum(nearest, info.num_frames - 1)  # rounding may give one frame too many
         clip = np.empty((len(chosen), height, width, 3), np.uint8)
         for i, frame in self.source.frames(np.unique(chosen).tolist()):
             clip[chosen == i] = fit_frame(frame, height, width, fit)
         return clip
-
-    def _nearest(self, indices: Int[np.ndarray, " F"], num_frames: int) -> Int[np.ndarray, " F"]:
-        nearest = np.floor(indices * self.ratio + 0.5).astype(int)
-        return np.minimum(nearest, num_frames - 1)  # rounding may give one frame too many
 
 
 def fit_frame(frame: Frame, height: int, width: int, fit: str = "crop") -> Frame:

@@ -78,11 +78,7 @@ class VideoInfo:
 
 
 class VideoSource(Protocol):
-    """An existing video file or PNG sequence; opening it decodes nothing."""
-
-    @property
-    def files(self) -> Sequence[Path]:
-        """The files that the video is read from."""
+    """Frames of one size, read by their index."""
 
     @property
     def info(self) -> VideoInfo:
@@ -103,6 +99,14 @@ class VideoSource(Protocol):
         Raises:
             InputError: one of them cannot be decoded.
         """
+
+
+class StoredVideo(VideoSource, Protocol):
+    """An existing video file or PNG sequence; opening it decodes nothing."""
+
+    @property
+    def files(self) -> Sequence[Path]:
+        """The files that the video is read from."""
 
     def comment(self) -> str:
         """The text that `save_video` stored; "" if there is none.

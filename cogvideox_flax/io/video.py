@@ -12,7 +12,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from cogvideox_flax.io.images import (
     write_sequence,
 )
 from cogvideox_flax.io.paths import check_name, check_writable, expand_user
-from cogvideox_flax.io.source import DEMUXERS, EXPECTED, Frame, Frames, FrameStream, VideoInfo, VideoSource, format_of
+from cogvideox_flax.io.source import DEMUXERS, EXPECTED, Frame, Frames, FrameStream, StoredVideo, VideoInfo, format_of
 
 log = logging.getLogger(__name__)
 
@@ -120,17 +120,19 @@ def save_video(
     if len(comment) > limits.MAX_METADATA_BYTES:
         log.warning("%s is saved without its metadata: %s bytes, too many", path, f"{len(comment):,}")
         comment = "{}"
-    writer: Callable[..., None] = write_directory if path.is_dir() else _WRITERS[path.suffix.lower()]
-    if crf is not None and path.suffix.lower() == ".mp4":
-        writer = partial(writer, crf=crf)
+    suffix, how = "" if path.is_dir() else path.suffix.lower(), dict[str, Any]()
+    if crf is not None and suffix == ".mp4":
+        how["crf"] = crf
     elif crf is not None:
         log.warning("%s is written without crf %d, which is of .mp4", path, crf)
     if sound is not None and has_sound(sound):
-        if path.suffix.lower() in (".mp4", ".webm"):
-            writer = partial(writer, sound=sound)
+        if suffix in (".mp4", ".webm"):
+            how["sound"] = sound
         else:
             log.warning("%s holds no sound: that of %s is left out", path, sound)
-    writer(path, frames, fps, comment)
+    # each PNG of a sequence is written atomically by itself
+    with nullcontext(path) if suffix in ("", ".png") else atomic_write(path) as unfinished:
+        _WRITERS[suffix](unfinished, frames, fps, comment, **how)
 
 
 def save_contact_sheet(path: str | Path, frames: Frames, columns: int | None = None) -> None:
@@ -151,7 +153,7 @@ def save_contact_sheet(path: str | Path, frames: Frames, columns: int | None = N
     write_image(path, sheet[:-_SHEET_GAP, :-_SHEET_GAP], {})
 
 
-def open_video(path: str | Path, ground: str = "white") -> VideoSource:
+def open_video(path: str | Path, ground: str = "white") -> StoredVideo:
     """Open a video for reading frames. Nothing is decoded yet.
 
     Args:
@@ -194,19 +196,12 @@ class HashedVideo:
         self.contents = Contents.of(Path(path), self._source.files)  # before `info` is read from them
 
     @property
-    def files(self) -> Sequence[Path]:
-        return self._source.files
-
-    @property
     def info(self) -> VideoInfo:
         return self._source.info
 
     def frames(self, indices: Sequence[int]) -> Iterator[tuple[int, Frame]]:
         with self.contents.reading():
             yield from self._source.frames(indices)
-
-    def comment(self) -> str:
-        return self._source.comment()
 
 
 def read_video(path: str | Path) -> tuple[Frames, float]:
@@ -251,19 +246,11 @@ def _check_frames(frames: Frames) -> Frames:
     return frames
 
 
-def _atomic(write: Callable[..., None]) -> Callable[..., None]:
-    def write_complete(path: Path, *what: Any, **how: Any) -> None:
-        with atomic_write(path) as unfinished:
-            write(unfinished, *what, **how)
-
-    return write_complete
-
-
 _WRITERS: dict[str, Callable[..., None]] = {
-    ".mp4": _atomic(write_mp4),
-    ".webm": _atomic(write_webm),
-    ".gif": _atomic(write_gif),
-    ".webp": _atomic(write_webp),
+    ".mp4": write_mp4,
+    ".webm": write_webm,
+    ".gif": write_gif,
+    ".webp": write_webp,
     ".png": write_sequence,
     "": write_directory,
 }

@@ -111,7 +111,9 @@ def load_adapters(
         pairs = list(read_adapter(family, config, file).pairs.values())
         for target in targets:
             place = family.lora.targets[target]
-            layers = sorted((pair for pair in pairs if pair.move.target == f"{place}.kernel"), key=_layer)
+            layers = sorted(
+                (pair for pair in pairs if pair.move.target == f"{place}.kernel"), key=lambda pair: pair.move.slot or 0
+            )
             unadapted(denoiser, place)
             # strengths are the adapter's alpha, not in b
             halves = zip(*(_pair(_Part(file, pair._replace(alpha=pair.rank), 1.0)) for pair in layers), strict=True)
@@ -150,10 +152,6 @@ def trained_targets(family: Family, config: Config, path: str | Path) -> dict[st
                     f"{', '.join(map(str, kinds))}; training goes on from one rank and alpha in all layers"
                 )
         return {target: adapted[target][0] for target in targets}
-
-
-def _layer(pair: LowRankPair) -> int:
-    return pair.move.slot or 0
 
 
 def _stacked(
