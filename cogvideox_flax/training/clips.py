@@ -33,7 +33,7 @@ from cogvideox_flax.io.contents import Contents, content_hashes
 from cogvideox_flax.io.images import SUFFIXES as IMAGE_SUFFIXES
 from cogvideox_flax.io.images import ImageSequence, is_one_image
 from cogvideox_flax.io.paths import read_text
-from cogvideox_flax.io.source import VideoSource
+from cogvideox_flax.io.source import StoredVideo
 from cogvideox_flax.io.values import text_lines
 from cogvideox_flax.io.video import open_video
 
@@ -86,7 +86,7 @@ class StillImage(ImageSequence):
         return ""  # a frame of a video states the rate of that
 
 
-def _open(path: Path, num_frames: int) -> VideoSource:
+def _open(path: Path, num_frames: int) -> StoredVideo:
     """A video; or, of clips of one frame, an image. Errors as for `open_video`."""
     return StillImage(path) if num_frames == 1 and _is_image(path) else open_video(path)
 
