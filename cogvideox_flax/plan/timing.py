@@ -27,22 +27,23 @@ CONVOLUTION_RATES = {128: 0.64, 256: 0.93}
 it computes, which are more than the image's (`python -m benchmarks.convolution`)."""
 
 ATTENTION, SPARSE = "cogvideox_splash", "cogvideox_sparse_splash"
-ATTENTION_RATES = {64: 0.35, 128: 0.63}
+ATTENTION_RATES = {64: 0.35, 128: 0.63, 256: 0.94}
 """Head size -> that of the attention kernel; the matrix unit allows at most 0.40 and 0.67
 (`python -m benchmarks.attention`)."""
 
 BACKWARD = "cogvideox_splash_backward"
-BACKWARD_RATES = {64: 0.35, 128: 0.58}
+BACKWARD_RATES = {64: 0.35, 128: 0.58, 256: 0.81}
 """Head size -> that of the kernel of its gradient, five products; at most 0.45 and 0.71, on a v6e chip
 (`python -m benchmarks.attention --gradient`)."""
 
-SPARSE_RATES = {64: 0.26, 128: 0.43}
+SPARSE_RATES = {64: 0.26, 128: 0.43, 256: 0.64}
 """That of the kernel for lists of tiles of 384 tokens, which are narrower than two of the matrix unit's sides."""
 
 
 UNIT = 256
 """Rows and columns of a v6e's matrix unit, of which these rates are. Heads and channels fill twice the share of a unit
-of half its size, and so they are taken to reach the rate of twice their number."""
+of half its size, and so they are taken to reach the rate of twice their number. The rates of 256 are as much of what
+the unit allows, which is all, as those of 128; by its static schedule a v5p's gradient of heads of 128 reaches 0.85."""
 
 
 def attention_rate(head_dim: int, rates: dict[int, float], unit: int = UNIT) -> float:
