@@ -1,22 +1,27 @@
 """Memory and modelled time of the releases on TPUs, from programs compiled without one. Nothing is measured.
 
     python -m benchmarks.tpu_aot [--cases 768p 720p ...] [--stages denoise] [--parts] [--json FILE]
+    python -m benchmarks.tpu_aot --stages train [--cases train-2b train-5b ...] [--parts] [--json FILE]
 
 Memory, collectives and the number of operations are the compiler's and exact. Time is a model, per denoising step and
 chip, or per run of another stage: the attention kernel by its static schedule (`benchmarks.attention`, heads whose
 scores are bounded), the convolutions' by their work, all other operations by the compiler's cycles or their bytes,
 collectives by their bytes over the busiest link less what runs beside them, all without stalls. --parts lists the
 operations that take longest, with how often each runs, and what matrix products take by their static schedules, which
-the compiler's cycles may miss by half.
+the compiler's cycles may miss by half. Of a training step it lists what each kind of operation takes, by the names in
+the compiled program; a product that the compiler fuses with others counts as what it is named after.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from benchmarks import tpu
 from benchmarks.runner import Report, make_parser
@@ -33,6 +38,15 @@ class Case:
     num_frames: int
     topology: str
     mesh: MeshShape
+
+
+@dataclass(frozen=True)
+class Training(Case):
+    """A training step of adapters (rank 128), or of all weights."""
+
+    clips: int
+    remat: Literal["none", "full", "attention", "offload"]
+    method: str = "lora"
 
 
 _768P = Case("cogvideox1.5-5b", 768, 1360, 81, "v6e:2x4", (2, 4, 1))
@@ -52,19 +66,56 @@ CASES = {
     "hunyuan-480p": Case("hunyuanvideo1.5-480p-t2v", 480, 848, 121, "v6e:2x4", (2, 4, 1)),
 }
 
+_5B = Training("cogvideox-5b", 480, 720, 49, "v6e:2x4", (8, 1, 1), 8, "attention")
+
+TRAINING = {
+    "train-2b": replace(_5B, release="cogvideox-2b", topology="v6e:1x1", mesh=(1, 1, 1), clips=1),
+    "train-5b": _5B,
+    "train-480p": replace(_5B, release="cogvideox1.5-5b"),
+    "train-768p": Training("cogvideox1.5-5b", 768, 1360, 81, "v6e:2x4", (2, 4, 1), 2, "attention"),
+    "train-2b-all": replace(_5B, release="cogvideox-2b", mesh=(8, 1, 1, True), method="full"),
+}
+"""Cases of the stage train."""
+
+KINDS = {
+    "attention, backward": r"cogvideox_splash_backward",
+    "attention, recomputed": r"rematted_computation.*cogvideox_splash",
+    "attention, forward": r"cogvideox_splash",
+    "adapters, backward": r"transpose\(.*/adapter/",
+    "adapters, forward": r"/adapter/",
+    "norms, forward and recomputed": r"cogvideox_(adaln|qk_norm)",
+    "products, recomputed": r"rematted_computation.*(dot_general|conv)",
+    "products, backward": r"transpose\(.*(dot_general|conv)",
+    "products, forward": r"(dot_general|conv_general)",
+    "other, recomputed": r"rematted_computation",
+    "other, backward": r"transpose\(",
+    "other, forward": r"jvp\(",
+    "optimizer": r"^jit\(train_step\)/",
+    "copies without a name": r"",
+}
+"""Kind of operation -> a pattern of its name; the first that matches counts."""
+
 
 def main() -> int:
     parser = make_parser("benchmarks.tpu_aot", __doc__)
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help=" ".join(CASES))
-    parser.add_argument("--stages", nargs="+", choices=("encode", "denoise", "decode", "run"), default=["denoise"])
+    known = {**CASES, **TRAINING}
+    parser.add_argument("--cases", nargs="+", choices=known, metavar="CASE", help=" ".join(known))
+    stages = ("encode", "denoise", "decode", "run", "train")
+    parser.add_argument("--stages", nargs="+", choices=stages, default=["denoise"])
     parser.add_argument("--parts", action="store_true", help="print the longest operations of each stage")
     args = parser.parse_args()
     start = time.perf_counter()
     columns = ("case", "mesh", "stage", "HBM GiB", "args", "temp", "TFLOP", "collectives", "wire GB", "compile s")
-    with tpu.dumped() as dump:
-        report = Report(args.json, (*columns, "seconds"), tpu.PACKAGES)
-        for name in args.cases:
-            for row in forecast(dump, CASES[name], args.stages):
+    with tpu.dumped() if args.stages != ["train"] else _prepared() as dump:
+        report = Report(args.json, (*columns, "seconds", *["MFU"] * ("train" in args.stages)), tpu.PACKAGES)
+        for name in args.cases or (TRAINING if args.stages == ["train"] else CASES):
+            if isinstance(case := known[name], Training):
+                row = training(case)
+                report.add({"case": name} | row, [*_cells(name, row), f"{row['mfu']:.1%}"])
+                for kind, seconds in row["kinds"].items() if args.parts else ():
+                    print(f"  {1e3 * seconds:9.2f} ms  {kind}")
+                continue
+            for row in forecast(dump, case, [stage for stage in args.stages if stage != "train"]):
                 report.add({"case": name} | row, _cells(name, row))
                 for part in row["parts"] if args.parts else ():
                     print(_line(part))
@@ -74,6 +125,13 @@ def main() -> int:
                     print(f"  with these products by their schedules: {by_schedule:.3f} s")
     print(f"\n{time.perf_counter() - start:.0f} s in all; seconds are modelled: kernels + other operations + waiting")
     return 0
+
+
+@contextmanager
+def _prepared() -> Iterator[Path]:
+    """In place of `tpu.dumped`, for programs whose schedules are not read."""
+    tpu.prepare()
+    yield Path()
 
 
 def forecast(dump: Path, case: Case, stages: list[str]) -> list[dict[str, Any]]:
@@ -108,6 +166,45 @@ def forecast(dump: Path, case: Case, stages: list[str]) -> list[dict[str, Any]]:
             row["seconds"] = row["kernels_s"] + stage.outside_s + stage.wire_s
         rows.append(row)
     return rows
+
+
+def training(case: Training) -> dict[str, Any]:
+    """The row of a training step; `seconds` of one, and by `KINDS`."""
+    from cogvideox_flax.checkpoint import Manifest
+    from cogvideox_flax.models.registry import get_release
+    from cogvideox_flax.training import forecast as forecasting
+    from cogvideox_flax.training.config import LoopTable, LoRAConfig, TrainingConfig
+    from cogvideox_flax.training.finetune import loss_of
+    from cogvideox_flax.training.job import FinetuneJob, check_trainable
+
+    config = TrainingConfig(
+        clips=Path(),
+        out=Path(),
+        method=case.method,
+        lora=LoRAConfig(rank=128),
+        num_frames=case.num_frames,
+        height=case.height,
+        width=case.width,
+        mesh=describe_mesh(case.mesh),
+        batch=case.clips,
+        remat=case.remat,
+        loop=LoopTable(steps=1000, dtype="bfloat16"),
+    )
+    job = FinetuneJob(config=config, manifest=Manifest.of_release(get_release(case.release)))
+    job, target = forecasting.on_topology(job, case.topology)
+    check_trainable(job, case.release)
+    step, _ = forecasting.forecast(job, loss_of(job), target, keep=None)
+    row: dict[str, Any] = asdict(case) | asdict(step)
+    row["seconds"], row["kinds"] = row.pop("estimated_s"), dict.fromkeys(KINDS, 0.0)
+    for part in row.pop("parts"):
+        row["kinds"][kind_of(part["name"])] += part["seconds"]
+    row["kinds"]["waiting for collectives"] = step.wire_s
+    return row
+
+
+def kind_of(name: str) -> str:
+    """The kind of an operation by its name."""
+    return next(kind for kind, pattern in KINDS.items() if re.search(pattern, name))
 
 
 def _line(part: dict[str, Any]) -> str:

@@ -23,6 +23,9 @@ from cogvideox_flax.nn.layers import Linear, precision
 from cogvideox_flax.nn.quantized import QuantizedLinear, kind_of
 from cogvideox_flax.nn.stack import same_arrays
 
+SCOPE = "adapter"
+"""The name of an adapter's products in compiled programs."""
+
 
 class LoRALinear(nnx.Module):
     """y = base(x) + alpha / rank * (x @ a) @ b, summed in float32 whatever the dtype.
@@ -48,9 +51,10 @@ class LoRALinear(nnx.Module):
 
     def __call__(self, x: Float[Array, "*batch in"], *, out_dtype: Any = None) -> Float[Array, "*batch out"]:
         """As for `layers.Linear`."""
-        thin = _matmul(x, self.a[...].astype(x.dtype)).astype(x.dtype)
-        y = self.base(x, out_dtype=jnp.float32) + self.scale * _matmul(thin, self.b[...].astype(x.dtype))
-        return y.astype(out_dtype or x.dtype)
+        with jax.named_scope(SCOPE):
+            thin = _matmul(x, self.a[...].astype(x.dtype)).astype(x.dtype)
+            more = self.scale * _matmul(thin, self.b[...].astype(x.dtype))
+        return (self.base(x, out_dtype=jnp.float32) + more).astype(out_dtype or x.dtype)
 
     def merged(self) -> Linear:
         """The plain linear map that computes the same.

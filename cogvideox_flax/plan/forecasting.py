@@ -279,8 +279,12 @@ def analyse(
     flops: int,
     compile_s: float,
     shares: Shares = MappingProxyType({}),
+    keep: int | None = PARTS,
 ) -> StageForecast:
-    """The forecast of a stage from its program, compiled for the TPU chips of a mesh; None: for one chip."""
+    """The forecast of a stage from its program, compiled for the TPU chips of a mesh; None: for one chip.
+
+    keep: how many of its longest parts; None: all.
+    """
     memory, text = executable.memory_analysis(), executable.as_text()
     assert memory is not None and text is not None
     peak = bytes_needed(memory)
@@ -306,7 +310,7 @@ def analyse(
         hidden_s=hidden_s,
         estimated_s=runs * (kernels + outside + wire_s),
         fits=peak <= chip.hbm,
-        parts=tuple(listed[:PARTS]),
+        parts=tuple(listed[:keep]),
     )
 
 

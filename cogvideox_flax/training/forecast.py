@@ -23,7 +23,7 @@ from cogvideox_flax.nn.remat import RematChoice
 from cogvideox_flax.plan import GPUS, StageForecast, chip_of_device
 from cogvideox_flax.plan.chips import Chip, Gpu, chip_of, topology_devices
 from cogvideox_flax.plan.flops import Flops, count_flops
-from cogvideox_flax.plan.forecasting import TRAIN, analyse, analyse_gpu
+from cogvideox_flax.plan.forecasting import PARTS, TRAIN, analyse, analyse_gpu
 from cogvideox_flax.plan.gpu import Compiled, compile_program, compiled, compiling_without_gpu, usable_memory
 from cogvideox_flax.runtime.compile import Program, compile_for
 from cogvideox_flax.runtime.devices import GIB, bytes_needed, bytes_per_device, host_memory, memory_limit
@@ -156,9 +156,12 @@ def abstract_arguments(job: FinetuneJob) -> tuple[Any, dict[str, Any], dict[str,
     return abstract_state(params, config.trainer, mesh, {name: rows}), frozen, clips
 
 
-def forecast(job: FinetuneJob, loss: Loss, target: Target) -> tuple[StepForecast, Any]:
+def forecast(job: FinetuneJob, loss: Loss, target: Target, keep: int | None = PARTS) -> tuple[StepForecast, Any]:
     """The forecast of the job's step, and the executable; None for devices that are not there, or whose memory is not
-    known, for which it is compiled without optimizations, which need no other memory."""
+    known, for which it is compiled without optimizations, which need no other memory.
+
+    keep: how many of its longest parts; None: all.
+    """
     config, args, executable = job.config.trainer, abstract_arguments(job), None
     work = 0 if target.chip is None else 3 * _forward_flops(job, loss)
     start = time.perf_counter()
@@ -173,7 +176,8 @@ def forecast(job: FinetuneJob, loss: Loss, target: Target) -> tuple[StepForecast
                 flops = count_flops(TrainStep(loss, config), *args, platform="cuda")
                 stage = _on_gpu(job, compiled(executable, args, seconds), flops, target.chip)
             elif target.chip is not None:
-                stage = analyse(TRAIN, executable, on=job.mesh, chip=target.chip, runs=1, flops=work, compile_s=seconds)
+                how: dict[str, Any] = {"runs": 1, "flops": work, "compile_s": seconds, "keep": keep}
+                stage = analyse(TRAIN, executable, on=job.mesh, chip=target.chip, **how)
             else:
                 memory = executable.memory_analysis()
                 arguments, temporaries = memory.argument_size_in_bytes / GIB, memory.temp_size_in_bytes / GIB
@@ -181,7 +185,7 @@ def forecast(job: FinetuneJob, loss: Loss, target: Target) -> tuple[StepForecast
     except jax.errors.JaxRuntimeError as e:
         if "RESOURCE_EXHAUSTED" not in str(e):
             raise
-        stage = _too_large(str(e), time.perf_counter() - start)
+        stage = _too_large(str(e), bytes_per_device(args) / GIB, time.perf_counter() - start)
     fits = stage.fits and (target.memory is None or stage.hbm_gib_per_chip * GIB <= target.memory)
     peak = 0.0 if target.chip is None else target.chip.flops * (1 if job.mesh is None else job.mesh.size)
     mfu = work / (peak * stage.estimated_s) if peak and stage.estimated_s else 0.0
@@ -234,11 +238,11 @@ def unmodelled(gib: float, argument_gib: float, temp_gib: float, seconds: float)
     )
 
 
-def _too_large(message: str, seconds: float) -> StageForecast:
+def _too_large(message: str, argument_gib: float, seconds: float) -> StageForecast:
     """What the compiler says of a program that no device of this kind holds."""
-    used = re.search(r"Used ([\d.]+)([KMGT]) of", message)
-    gib = float(used[1]) * 2.0 ** (10 * ("KMGT".index(used[2]) - 2)) if used else math.inf
-    return dataclasses.replace(unmodelled(gib, 0.0, 0.0, seconds), fits=False)
+    said = re.search(r"temporaries \(([\d.]+)([KMGT])\)", message)
+    temp_gib = float(said[1]) * 1024.0 ** ("KMGT".index(said[2]) - 2) if said else math.inf
+    return dataclasses.replace(unmodelled(argument_gib + temp_gib, argument_gib, temp_gib, seconds), fits=False)
 
 
 def fitting(job: FinetuneJob, loss_of: LossOf, target: Target) -> tuple[FinetuneJob, StepForecast, Any]:

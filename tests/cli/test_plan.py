@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from benchmarks import tpu_aot
 from cogvideox_flax import cli, sharding
 from cogvideox_flax.attention import attend, splash
 from cogvideox_flax.checkpoint import Manifest, read_manifest
@@ -543,6 +544,24 @@ metadata={{op_name="{name}"}}, backend_config={{"flops":"918000000000","bytes_ac
         program = Program(lines.format(name=name))
         wide, narrow = (sum(part.seconds for part in parts(program, CHIPS[kind])) for kind in ("v6e", "v5p"))
         assert wide == pytest.approx(1e-3 / rates[64]) and narrow == pytest.approx(2e-3 / rates[128])
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("jit(train_step)/jvp()/while/body/closed_call/cogvideox_splash/pallas_call custom-call", "attention, forward"),
+        ("jit(train_step)/transpose(jvp())/while/body/checkpoint/cogvideox_splash_backward/x", "attention, backward"),
+        ("jit(s)/transpose(jvp())/while/rematted_computation/cogvideox_splash/x", "attention, recomputed"),
+        ("jit(s)/transpose(jvp())/while/body/checkpoint/adapter/dot_general fusion", "adapters, backward"),
+        ("jit(s)/jvp()/while/body/closed_call/adapter/dot_general fusion", "adapters, forward"),
+        ("jit(s)/transpose(jvp())/rematted_computation/dot_general fusion", "products, recomputed"),
+        ("jit(s)/transpose(jvp())/while/body/checkpoint/reduce_sum fusion", "other, backward"),
+        ("jit(train_step)/mul fusion f32[3072]", "optimizer"),
+        ("copy-done bf16[1,17792,1920]", "copies without a name"),
+    ],
+)
+def test_kinds_of_operations_of_a_training_step(name, kind):
+    assert tpu_aot.kind_of(name) == kind
 
 
 def test_a_choice_that_says_how_often_it_is_made():

@@ -70,6 +70,18 @@ def test_bytes_of_a_step(job):
     assert step.argument_gib + step.temp_gib <= step.hbm_gib_per_chip < 1
 
 
+def test_a_step_that_does_not_compile_does_not_fit(job, monkeypatch):
+    said = "the total memory required for HLO temporaries (125.43G) exceeds available HBM (31.25G)."
+
+    def compile_it(*args):
+        raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {said}")
+
+    monkeypatch.setattr(forecasting, "compile_for", compile_it)
+    step, executable = forecast(job(), loss_of(job()), PLENTY)
+    assert not step.fits and executable is None and step.hbm_gib_per_chip == pytest.approx(125.43, abs=0.05)
+    assert step.describe(10).endswith("GiB on each device; its time is not modelled")
+
+
 def test_what_the_gradient_needs_is_known_without_compiling(job):
     """At least 20 numbers of each layer's tokens and channels, if nothing is recomputed."""
     none, full = (job(remat=remat) for remat in ("none", "full"))
