@@ -146,6 +146,7 @@ def test_auto_is_the_first_that_fits(job, monkeypatch):
     [
         {},
         pytest.param({"mesh": "2,1,2,fsdp", "method": "full", "loop.accumulate": 2}, marks=pytest.mark.further),
+        pytest.param({"mesh": "2,1,2", "model": "embedded-image-to-video"}, marks=pytest.mark.further),
     ],
 )
 def test_a_run_has_the_step_that_was_compiled_and_goes_on_with_its_remat(job, changes, monkeypatch, caplog):
