@@ -118,7 +118,8 @@ def places(nodes: Sequence[Mapping[str, Any]], size: WorkerSize) -> list[Place]:
     """The places that these hosts are, while nobody else uses them. A TPU slice of several hosts is one."""
     slices = defaultdict[str, list[Mapping[str, Any]]](list)
     for node in nodes:
-        if "TPU" in size.needs and 1 < _hosts_of_slice(node) == (size.hosts or _hosts_of_slice(node)):
+        is_of_slice = 1 < _hosts_of_slice(node) == (size.hosts or _hosts_of_slice(node))
+        if is_of_slice and size.needs.get("TPU") == node["Resources"]["TPU"]:  # with fewer chips, JAX sees one host
             slices[node["Labels"][SLICE]].append(node)
     found: list[Place] = []
     for name, its in slices.items():

@@ -541,6 +541,7 @@ def machine(**resources):
         ([host("a", i) for i in range(3)], WorkerSize({"TPU": 4}), []),  # one is not there, and JAX would wait for it
         ([host("a", i) for i in range(4)] + [host("b", i) for i in range(4)], WorkerSize({"TPU": 4}), [4, 4]),
         ([host("a", 0, "2x4", 8), host("b", 0, "2x4", 8)], WorkerSize({"TPU": 8}), [1, 1]),
+        ([host("a", i) for i in range(4)], WorkerSize({"TPU": 2}), [1] * 8),  # a part of a host is no part of a slice
         ([host("a", i) for i in range(4)], WorkerSize({"CPU": 1}), []),
     ],
 )
