@@ -175,6 +175,14 @@ class JobFolder:
             self._write(record)
             return record
 
+    def _update_here(self, job_id: str, **changes: Any) -> None:
+        """Change what is known of a job, also where it cannot be written: the disk is full."""
+        record = self._records[job_id] = dataclasses.replace(self._records[job_id], **changes)
+        try:
+            self._write(record)
+        except (InputError, OSError) as e:
+            log.warning("%s: its state cannot be written: %s", job_id, e)
+
     def _write(self, record: JobRecord) -> None:
         write_json(self.path(record.id, _RECORD), dataclasses.asdict(record))
         self._records[record.id] = record
@@ -211,7 +219,7 @@ class JobFolder:
         """Queue a job again that this process leaves in order."""
         with self._changed:
             if record := self._records.get(job_id):
-                self.update(job_id, status="queued", starts=record.starts - 1)
+                self._update_here(job_id, status="queued", starts=record.starts - 1)
                 self._changed.notify_all()
 
     def complete(self, job_id: str, **facts: Any) -> JobRecord:
@@ -233,8 +241,8 @@ class JobFolder:
             if record is not None and record.status == "queued":
                 return self.fail(job_id, "cancelled", "cancelled before it began")
             if record is not None and record.status == "in_progress":
-                record = self.update(job_id, is_cancelled=True)
-            return record
+                self._update_here(job_id, is_cancelled=True)
+            return self._records.get(job_id)
 
     def is_cancelled(self, job_id: str) -> bool:
         """Whether a job under way should stop."""

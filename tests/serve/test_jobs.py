@@ -56,6 +56,20 @@ def test_a_cancelled_job_stays_cancelled_and_other_models_wait(tmp_path):
         assert jobs.get(other.id).status == "queued"
 
 
+def test_a_full_disk_keeps_no_job_under_way(tmp_path):
+    """It is cancelled, or made again, though neither can be written."""
+    with JobFolder(tmp_path) as jobs:
+        cancelled, left = (jobs.add("m", {}, {}) for _ in range(2))
+        for job in (cancelled, left):
+            assert jobs.begin(STOP).id == job.id
+            jobs.path(job.id).rename(tmp_path / f"{job.id} away")
+            jobs.path(job.id).write_text("as if the disk were full")
+        jobs.cancel(cancelled.id)
+        assert jobs.is_cancelled(cancelled.id)
+        jobs.interrupt(left.id)
+        assert jobs.get(left.id).status == "queued" and jobs.get(left.id).starts == 0
+
+
 def test_a_slow_client_reads_anew_rather_than_miss_an_end(tmp_path):
     async def follow():
         events = EventLog(tmp_path / "next")
