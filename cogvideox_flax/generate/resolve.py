@@ -117,7 +117,7 @@ def _filled(request: GenerationRequest, manifest: Manifest, faults: Faults) -> F
 def _check(run: Run, faults: Faults) -> None:
     """Check what of a run goes together and what its model has."""
     with faults.caught():
-        _check_sparse(run)
+        _check_forms(run)
     with faults.caught():
         _check_values(run)
     with faults.caught():
@@ -239,31 +239,23 @@ def _unused_media(run: Run) -> list[str]:
     return [said for name, file in files if (said := media.describe_fit(name, file, *video, run.request.fit))]
 
 
-class Faults:
-    """Collects errors, to raise them together."""
-
-    def __init__(self) -> None:
-        self._errors: list[InputError] = []
+class Faults(list[InputError]):
+    """Errors that are collected, to raise them together."""
 
     @contextmanager
     def caught(self) -> Iterator[None]:
         try:
             yield
         except InputError as e:
-            self._errors.append(e)
+            self.append(e)
         except OSError as e:  # of a path that was given, such as one that is too long
             if (reason := describe_file_error(e)) is None:
                 raise
-            self._errors.append(InputError(reason))
-
-    def __bool__(self) -> bool:
-        return bool(self._errors)
+            self.append(InputError(reason))
 
     def raise_all(self) -> None:
-        if len(self._errors) == 1:
-            raise self._errors[0]
-        if self._errors:
-            raise InputError("\n".join(map(str, self._errors)))
+        if self:
+            raise self[0] if len(self) == 1 else InputError("\n".join(map(str, self)))
 
 
 def check_prompts(
@@ -519,23 +511,20 @@ def _check_step_cache(run: Run) -> None:
         )
 
 
-def _check_sparse(run: Run) -> None:
-    """Refuse a form of sparse attention that this model does not have."""
-    name, known = run.request.sparse_attention, run.model.sparse_attention
-    if name is not None and name not in known:
-        others = f"this model has {', '.join(known)}" if known else "this model has none"
-        raise InputError(f"sparse_attention is {short_repr(name)}; {others}. Leave it out for attention of all to all")
+def _check_forms(run: Run) -> None:
+    """Refuse a form of positions or of sparse attention that this model does not have."""
+    for name, known, none, otherwise in (
+        ("positions", run.model.positions, "none that can be extended", "those of the training"),
+        ("sparse_attention", run.model.sparse_attention, "none", "attention of all to all"),
+    ):
+        if (value := getattr(run.request, name)) is not None and value not in known:
+            has = ", ".join(known) or none
+            raise InputError(f"{name} is {short_repr(value)}; this model has {has}. Leave it out for {otherwise}")
 
 
 def _check_size(request: GenerationRequest, manifest: Manifest, size: Size) -> None:
     """Check the options of long clips, and that a model which knows its domain was trained for the size."""
     model = manifest.model
-    if request.positions is not None and request.positions not in model.positions:
-        others = ", ".join(model.positions)
-        others = f"this model has {others}" if others else "this model has none that can be extended"
-        raise InputError(
-            f"positions is {short_repr(request.positions)}; {others}. Leave it out for those of the training"
-        )
     if resolve_windows(model, request, size) is not None:
         check_chunks(model, request.tiling)
         if request.step_cache is not None:

@@ -241,18 +241,14 @@ class ImageSequence:
 
     def __init__(self, path: Path, ground: str = "white"):
         self.path, self._ground = path, ground
-        self._files = sequence_files(path)
-        if not self._files:
+        self.files = sequence_files(path)
+        if not self.files:
             raise InputError(f"there are no frames {path}; expected numbered images, such as 0001.png or frame_1.jpg")
-
-    @property
-    def files(self) -> Sequence[Path]:
-        return self._files
 
     @cached_property
     def info(self) -> VideoInfo:
-        limits.check_count(self.path, len(self._files))
-        sizes = {_read_size(file) for file in self._files}
+        limits.check_count(self.path, len(self.files))
+        sizes = {_read_size(file) for file in self.files}
         if len(sizes) > 1:
             named = ", ".join(f"{width}x{height}" for height, width in sorted(sizes)[:4])
             raise InputError(f"the frames {self.path} have different sizes: {named}")
@@ -261,31 +257,29 @@ class ImageSequence:
         try:
             fps = float(text)
         except ValueError as e:
-            raise InputError(
-                f"{self._files[0]} states {text[:40]!r} as its frames per second; expected a number"
-            ) from e
+            raise InputError(f"{self.files[0]} states {text[:40]!r} as its frames per second; expected a number") from e
         if fps != 0:
-            limits.check_fps(self._files[0], fps)
-        return VideoInfo(len(self._files), fps, height, width)
+            limits.check_fps(self.files[0], fps)
+        return VideoInfo(len(self.files), fps, height, width)
 
     def frames(self, indices: Sequence[int]) -> Iterator[tuple[int, Frame]]:
         for i in indices:
             frame = self._read(i)
             if frame.shape != (self.info.height, self.info.width, 3):
-                raise InputError(f"{self._files[i]} has another size than the frames beside it")
+                raise InputError(f"{self.files[i]} has another size than the frames beside it")
             yield i, frame
 
     def comment(self) -> str:
         return self._text("comment")
 
     def _read(self, i: int) -> Frame:
-        _read_size(self._files[i])
-        return read_image(self._files[i], ground=self._ground)
+        _read_size(self.files[i])
+        return read_image(self.files[i], ground=self._ground)
 
     def _text(self, name: str) -> str:
         """A text chunk of the first file, read without decoding its pixels."""
-        _read_size(self._files[0])
-        with open_image(self._files[0], *FORMATS) as image:
+        _read_size(self.files[0])
+        with open_image(self.files[0], *FORMATS) as image:
             text = image.info.get(name, "")
         return text if isinstance(text, str) else ""
 
