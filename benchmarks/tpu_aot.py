@@ -98,8 +98,8 @@ KINDS = {
 
 def main() -> int:
     parser = make_parser("benchmarks.tpu_aot", __doc__)
-    known = {**CASES, **TRAINING}
-    parser.add_argument("--cases", nargs="+", choices=known, metavar="CASE", help=" ".join(known))
+    cases: dict[str, Case] = {**CASES, **TRAINING}
+    parser.add_argument("--cases", nargs="+", choices=cases, metavar="CASE", help=" ".join(cases))
     stages = ("encode", "denoise", "decode", "run", "train")
     parser.add_argument("--stages", nargs="+", choices=stages, default=["denoise"])
     parser.add_argument("--parts", action="store_true", help="print the longest operations of each stage")
@@ -109,7 +109,7 @@ def main() -> int:
     with tpu.dumped() if args.stages != ["train"] else _prepared() as dump:
         report = Report(args.json, (*columns, "seconds", *["MFU"] * ("train" in args.stages)), tpu.PACKAGES)
         for name in args.cases or (TRAINING if args.stages == ["train"] else CASES):
-            if isinstance(case := known[name], Training):
+            if isinstance(case := cases[name], Training):
                 row = training(case)
                 report.add({"case": name} | row, [*_cells(name, row), f"{row['mfu']:.1%}"])
                 for kind, seconds in row["kinds"].items() if args.parts else ():
