@@ -246,14 +246,14 @@ def _too_large(message: str, argument_gib: float, seconds: float) -> StageForeca
 
 
 def fitting(job: FinetuneJob, loss_of: LossOf, target: Target) -> tuple[FinetuneJob, StepForecast, Any]:
-    """As `first_fit`, of a step that fits.
+    """As `first_fit`, of a step that fits, where the devices' memory is known.
 
     Raises:
         InputError: none does; names the smallest change that fits.
     """
     log.info("compiling the training step to see what it needs ...")
     job, step, executable = first_fit(job, loss_of, target)
-    if not step.fits:
+    if not step.fits and target.memory is not None:
         raise InputError(describe_excess(job, loss_of, target, step))
     return job, step, executable
 
@@ -323,7 +323,8 @@ def smaller(job: FinetuneJob, target: Target) -> Iterator[tuple[list[str], Finet
     for accumulate in range(config.loop.accumulate + 1, config.batch // dp + 1):
         if config.batch % accumulate == 0 and config.batch // accumulate % dp == 0:
             yield [*words, f"loop.accumulate = {accumulate}"], _accumulating(job, accumulate)
-    for mesh, other in meshes(job, len(job.devices or jax.devices())):
+    devices = job.devices or (jax.devices() if target.attached else [])
+    for mesh, other in meshes(job, len(devices)):
         accumulate = other.config.loop.accumulate
         more = [f"loop.accumulate = {accumulate}"] if accumulate != config.loop.accumulate else []
         yield [*words, f'mesh = "{mesh}"', *more], other

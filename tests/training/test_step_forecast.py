@@ -18,6 +18,7 @@ from cogvideox_flax.training.forecast import (
     abstract_arguments,
     attached_devices,
     first_fit,
+    fitting,
     forecast,
     smaller,
     stored_bytes,
@@ -139,6 +140,11 @@ def test_auto_is_the_first_that_fits(job, monkeypatch):
         tried.clear()
         found, step, _ = first_fit(some, loss_of, Target(platform, None, gib * 2**30, True))
         assert tried == expected and found.remat == expected[-1] and step.fits == (gib >= needs[expected[-1]])
+    monkeypatch.setattr(forecasting, "host_memory", lambda: 2**30)
+    found, step, _ = fitting(
+        some, loss_of, Target("cpu", None, None, True)
+    )  # nothing is refused where no limit is known
+    assert found.remat == "full" and not step.fits
 
 
 @pytest.mark.parametrize(
