@@ -349,7 +349,7 @@ def test_buckets_of_clips_and_images(write, run, clips, tmp_path):
     job = check(read_config(path))
     names = [[job.clips[i].name for i in members] for members in job.members]
     assert names == [["a.mp4", "b.gif", "c"], ["0001.jpg", "0002.jpg", "d.png"]]
-    assert "1x48x64 at 8 fps, 22 tokens per clip: 3 clips" in job.describe()
+    assert "1x48x64 at 8 fps, 22 tokens per clip: 3 clips" in job.describe("")
     cut = tmp_path / "run" / FILE_NAME
     assert finetune(job, stop_after=lambda done: done == 3, progress=False) is None
     finetune(job, progress=False)
@@ -636,7 +636,7 @@ def test_releases_that_patch_time_train_on_an_extra_frame(write, tmp_path, home,
     assert job.tokens == 10 + 2 * 2 * 3
     seen = {}
 
-    def objective(denoiser, latents, key, *_):
+    def objective(denoiser, latents, *_, **__):
         seen["latents"] = latents
         return denoiser(latents, jnp.zeros(2, jnp.int32)).mean(), {}
 

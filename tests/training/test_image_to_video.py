@@ -239,13 +239,13 @@ def test_a_step_is_the_references(models, job_of, release, tmp_path):
 
     real = finetuning.velocity_loss
 
-    def spy(denoiser, latents, *args):
+    def spy(denoiser, latents, *args, **options):
         def watched(x, t):
             jax.debug.callback(lambda x, t: seen.update(x=np.array(x), t=np.array(t)), x, t)
             return denoiser(x, t)
 
         seen["shape"] = latents.shape
-        return real(watched, latents, *args)
+        return real(watched, latents, *args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(finetuning, "velocity_loss", spy)
