@@ -48,3 +48,12 @@ def in_chunks(part: Chunk, x: Float[Array, "B T H W C"], sizes: Sequence[int]) -
     if last:
         done.append(part(x[:, -last:], cache)[0])
     return jnp.concatenate(done, 1) if len(done) > 1 else y
+
+
+def run_levels(levels: Sequence[Any], x: Array, caches: Sequence[Any], *z: Array) -> tuple[Array, list[Any]]:
+    """One level of an autoencoder after the other, each with its cache; z: what all of them take besides."""
+    new_caches = []
+    for level, cache in zip(levels, caches, strict=True):
+        x, cache = level(x, cache, *z)
+        new_caches.append(cache)
+    return x, new_caches

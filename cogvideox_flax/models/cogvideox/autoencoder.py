@@ -17,7 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from cogvideox_flax import sharding
-from cogvideox_flax.models.chunks import Chunk, chunk_sizes
+from cogvideox_flax.models.chunks import Chunk, chunk_sizes, run_levels
 from cogvideox_flax.models.codec import ChunkedAutoencoder
 from cogvideox_flax.models.cogvideox.config import VAEConfig
 from cogvideox_flax.nn.conv.causal_conv import CausalConv3d, SpatialConv
@@ -94,20 +94,12 @@ class ResNetBlocks(nnx.Module):
 class DownBlock(ResNetBlocks):
     """ResNet blocks, then half the frames (if `temporal`) and half the height and width."""
 
-    def __init__(
-        self,
-        n: int,
-        in_channels: int,
-        out_channels: int,
-        config: VAEConfig,
-        *,
-        last: bool,
-        temporal: bool,
-        rngs: nnx.Rngs,
-    ):
-        super().__init__(n, in_channels, out_channels, config, rngs=rngs)
-        self.down = None if last else SpatialConv(out_channels, stride=2, rngs=rngs)
-        self.temporal = temporal
+    def __init__(self, config: VAEConfig, level: int, *, rngs: nnx.Rngs):
+        widths = config.block_channels
+        width = widths[level]
+        super().__init__(config.layers_per_block, widths[max(level - 1, 0)], width, config, rngs=rngs)
+        self.down = None if level == len(widths) - 1 else SpatialConv(width, stride=2, rngs=rngs)
+        self.temporal = level < config.temporal_levels
 
     def __call__(self, x: Float[Array, "B T H W I"], cache: Cache) -> tuple[Float[Array, "B t H/2 W/2 O"], Cache]:
         x, cache = self.run(x, cache)
@@ -119,20 +111,12 @@ class DownBlock(ResNetBlocks):
 class UpBlock(ResNetBlocks):
     """ResNet blocks modulated by the latent, then double height and width and (if `temporal`) the frames."""
 
-    def __init__(
-        self,
-        n: int,
-        in_channels: int,
-        out_channels: int,
-        config: VAEConfig,
-        *,
-        last: bool,
-        temporal: bool,
-        rngs: nnx.Rngs,
-    ):
-        super().__init__(n, in_channels, out_channels, config, config.latent_channels, rngs=rngs)
-        self.up = None if last else SpatialConv(out_channels, rngs=rngs)
-        self.temporal = temporal
+    def __init__(self, config: VAEConfig, level: int, *, rngs: nnx.Rngs):
+        widths = config.block_channels[::-1]
+        width, latent = widths[level], config.latent_channels
+        super().__init__(config.layers_per_block + 1, widths[max(level - 1, 0)], width, config, latent, rngs=rngs)
+        self.up = None if level == len(widths) - 1 else SpatialConv(width, rngs=rngs)
+        self.temporal = level < config.temporal_levels
 
     def __call__(
         self, x: Float[Array, "B t H W I"], cache: Cache, z: Float[Array, "B l h w L"]
@@ -153,18 +137,7 @@ class Encoder(nnx.Module):
     def __init__(self, config: VAEConfig, *, rngs: nnx.Rngs):
         widths = config.block_channels
         self.conv_in = CausalConv3d(config.in_channels, widths[0], rngs=rngs)
-        self.blocks = nnx.List(
-            DownBlock(
-                config.layers_per_block,
-                widths[max(i - 1, 0)],
-                width,
-                config,
-                last=i == len(widths) - 1,
-                temporal=i < config.temporal_levels,
-                rngs=rngs,
-            )
-            for i, width in enumerate(widths)
-        )
+        self.blocks = nnx.List(DownBlock(config, level, rngs=rngs) for level in range(len(widths)))
         self.mid = stack(2, partial(ResNetBlock, widths[-1], widths[-1], config, None), rngs)
         self.norm_out = GroupNormSiLU(widths[-1], groups=config.norm_groups, eps=FIXED_EPS)
         self.conv_out = CausalConv3d(widths[-1], 2 * config.latent_channels, rngs=rngs)
@@ -175,13 +148,10 @@ class Encoder(nnx.Module):
         x, conv_in = self.conv_in(x, conv_in)
         # float32 between the blocks; the decoder does without, since its norms round less than the encoder's
         x = x.astype(jnp.float32)
-        new_blocks = []
-        for block, block_cache in zip(self.blocks, blocks, strict=True):
-            x, block_cache = block(x, block_cache)
-            new_blocks.append(block_cache)
+        x, blocks = run_levels(self.blocks, x, blocks)
         x, mid = _scan(self.mid, x, mid)
         x, conv_out = self.conv_out(self.norm_out(x), conv_out)
-        return x, (conv_in, new_blocks, mid, conv_out)
+        return x, (conv_in, blocks, mid, conv_out)
 
 
 class Decoder(nnx.Module):
@@ -191,18 +161,7 @@ class Decoder(nnx.Module):
         widths = config.block_channels[::-1]
         self.conv_in = CausalConv3d(config.latent_channels, widths[0], rngs=rngs)
         self.mid = stack(2, partial(ResNetBlock, widths[0], widths[0], config, config.latent_channels), rngs)
-        self.blocks = nnx.List(
-            UpBlock(
-                config.layers_per_block + 1,
-                widths[max(i - 1, 0)],
-                width,
-                config,
-                last=i == len(widths) - 1,
-                temporal=i < config.temporal_levels,
-                rngs=rngs,
-            )
-            for i, width in enumerate(widths)
-        )
+        self.blocks = nnx.List(UpBlock(config, level, rngs=rngs) for level in range(len(widths)))
         self.norm_out = _norm(widths[-1], config, config.latent_channels, rngs)
         self.conv_out = CausalConv3d(widths[-1], config.out_channels, rngs=rngs)
 
@@ -212,12 +171,9 @@ class Decoder(nnx.Module):
         x, conv_in = self.conv_in(z, conv_in)
         z = z.astype(jnp.float32)
         x, mid = _scan(self.mid, x, mid, z)
-        new_blocks = []
-        for block, block_cache in zip(self.blocks, blocks, strict=True):
-            x, block_cache = block(x, block_cache, z)
-            new_blocks.append(block_cache)
+        x, blocks = run_levels(self.blocks, x, blocks, z)
         x, conv_out = self.conv_out(self.norm_out(x, z), conv_out)
-        return x, (conv_in, mid, new_blocks, conv_out)
+        return x, (conv_in, mid, blocks, conv_out)
 
 
 class Autoencoder(ChunkedAutoencoder):

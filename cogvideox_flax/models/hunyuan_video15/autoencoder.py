@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 from cogvideox_flax import sharding
 from cogvideox_flax.attention import xla
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.models.chunks import Chunk, sizes_after_first
+from cogvideox_flax.models.chunks import Chunk, run_levels, sizes_after_first
 from cogvideox_flax.models.codec import ChunkedAutoencoder
 from cogvideox_flax.models.hunyuan_video15.config import VAEConfig
 from cogvideox_flax.models.hunyuan_video15.resample import Downsample, Upsample, mean_groups, repeat_channels
@@ -147,7 +147,7 @@ class Encoder(nnx.Module):
         conv_in, levels, mid, conv_out = cache or (None, [None] * len(self.levels), None, None)
         x, conv_in = self.conv_in(x, conv_in)
         x = x.astype(jnp.float32)  # between the blocks
-        x, levels = _run_levels(self.levels, x, levels)
+        x, levels = run_levels(self.levels, x, levels)
         x, mid = self.mid(x, mid, frames)
         shortcut = mean_groups(x, self.conv_out.bias.shape[0])
         x, conv_out = self.conv_out(self.norm_out(x, silu=True), conv_out, residual=shortcut)
@@ -180,7 +180,7 @@ class Decoder(nnx.Module):
         conv_in, mid, levels, conv_out = cache or (None, None, [None] * len(self.levels), None)
         x, conv_in = self.conv_in(z, conv_in, residual=repeat_channels(z, self.conv_in.bias.shape[0]))
         x, mid = self.mid(x, mid, frames)
-        x, levels = _run_levels(self.levels, x, levels)
+        x, levels = run_levels(self.levels, x, levels)
         x, conv_out = self.conv_out(self.norm_out(x, silu=True), conv_out)
         return x, (conv_in, mid, levels, conv_out)
 
@@ -204,11 +204,3 @@ class Autoencoder(ChunkedAutoencoder):
 
     def decoding(self, frames: int) -> tuple[Chunk, Sequence[int]]:
         return partial(self.decoder, frames=frames), [1] * frames
-
-
-def _run_levels(levels: Sequence[Level], x: Array, caches: Sequence[Cache]) -> tuple[Array, list[Cache]]:
-    new_caches = []
-    for level, cache in zip(levels, caches, strict=True):
-        x, cache = level(x, cache)
-        new_caches.append(cache)
-    return x, new_caches
