@@ -80,7 +80,7 @@ class StillImage(ImageSequence):
     """An image as a video of one frame."""
 
     def __init__(self, path: Path):
-        self.path, self._ground, self._files = path, "white", [path]
+        self.path, self._ground, self.files = path, "white", [path]
 
     def _text(self, name: str) -> str:
         return ""  # a frame of a video states the rate of that
