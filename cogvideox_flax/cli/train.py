@@ -86,7 +86,8 @@ def plan_training(args: argparse.Namespace, manifest: Manifest) -> tuple[Finetun
             text = f"training, remat {candidate.remat}: {step.describe(PLANNED_STEPS)}"
             if args.price is not None:
                 chips = 1 if candidate.mesh is None else candidate.mesh.size
-                text += f", ${PLANNED_STEPS * step.estimated_s / 3600 * chips * args.price:.2f}"
+                dollars = PLANNED_STEPS * step.estimated_s / 3600 * chips * args.price
+                text += f", ${dollars:.2f} at ${args.price:g} for an hour of each chip"
             return candidate, step, text
         first = first or (candidate, step)
     assert first is not None

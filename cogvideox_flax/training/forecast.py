@@ -74,7 +74,7 @@ class StepForecast(StageForecast):
             return f"{memory}; its time is not modelled"
         rate, hours = 3600 * self.clips / self.estimated_s, duration_text(steps * self.estimated_s)
         of_peak = f"MFU {self.mfu:.1%}, {rate:,.0f} clips an hour"
-        return f"{memory}; {self.estimated_s:.2f} s modelled, {of_peak}, {hours} for {steps:,} steps"
+        return f"{memory}; {self.estimated_s:.3g} s modelled, {of_peak}, {hours} for {steps:,} steps"
 
 
 @dataclass(frozen=True)

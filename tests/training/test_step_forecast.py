@@ -71,6 +71,12 @@ def test_bytes_of_a_step(job):
     assert step.argument_gib + step.temp_gib <= step.hbm_gib_per_chip < 1
 
 
+def test_what_is_said_of_a_step():
+    step = StepForecast(**vars(unmodelled(30.827, 11.0, 19.0, 60.0)) | {"estimated_s": 3.588}, clips=8, mfu=0.3068)
+    said = "30.83 GiB on each device; 3.59 s modelled, MFU 30.7%, 8,027 clips an hour, 60 min for 1,000 steps"
+    assert step.describe(1000) == said
+
+
 def test_a_step_that_does_not_compile_does_not_fit(job, monkeypatch):
     said = "the total memory required for HLO temporaries (125.43G) exceeds available HBM (31.25G)."
 
