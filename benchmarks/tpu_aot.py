@@ -42,7 +42,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Training(Case):
-    """A training step of adapters (rank 128), or of all weights."""
+    """A training step of adapters (rank 128) or of all weights, without a moving average."""
 
     clips: int
     remat: Literal["none", "full", "attention", "offload"]
@@ -188,7 +188,7 @@ def training(case: Training) -> dict[str, Any]:
         mesh=describe_mesh(case.mesh),
         batch=case.clips,
         remat=case.remat,
-        loop=LoopTable(steps=1000, dtype="bfloat16"),
+        loop=LoopTable(steps=1000, dtype="bfloat16", ema_decay=0.0),
     )
     job = FinetuneJob(config=config, manifest=Manifest.of_release(get_release(case.release)))
     job, target = forecasting.on_topology(job, case.topology)
