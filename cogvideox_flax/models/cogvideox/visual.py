@@ -60,8 +60,10 @@ def masked_latents(
     Returns:
         Zeros for a video that is made anew all over.
     """
-    pixels, mask = _masked(video)
-    return _encode_masked(vae, pixels, mask, tiled, statistics)
+    mask = (video[..., 3:] > 0).astype(jnp.float32)
+    mean = encode(vae, jnp.where(mask > 0, -1, video[..., :3]), tiled=tiled)[0].astype(jnp.float32)
+    kept = jnp.concatenate([shrink_mask(1 - mask, mean.shape[1:4]), mean], -1)
+    return statistics.normalize(jnp.where(mask.all((1, 2, 3, 4), keepdims=True), 0, kept))
 
 
 def noisy_masked_latents(
@@ -76,27 +78,9 @@ def noisy_masked_latents(
 
     Source: VideoX-Fun `add_noise_to_reference_video`.
     """
-    pixels, mask = _masked(video)
+    pixels, mask = video[..., :3], video[..., 3:]
     pixels = pixels + jnp.where(pixels == -1, 0, INPAINT_NOISE * noise)
-    return _encode_masked(vae, pixels, mask, tiled, statistics)
-
-
-def _masked(video: Float32[Array, "B F H W 4"]) -> tuple[Float32[Array, "B F H W 3"], Float32[Array, "B F H W 1"]]:
-    mask = (video[..., 3:] > 0).astype(jnp.float32)
-    return jnp.where(mask > 0, -1, video[..., :3]), mask
-
-
-def _encode_masked(
-    vae: Autoencoder,
-    pixels: Float32[Array, "B F H W 3"],
-    mask: Float32[Array, "B F H W 1"],
-    tiled: bool,
-    statistics: LatentStatistics,
-) -> Float32[Array, "B T h w C+1"]:
-    mean = encode(vae, pixels, tiled=tiled)[0].astype(jnp.float32)
-    _, frames, height, width, _ = mean.shape
-    kept = jnp.concatenate([shrink_mask(1 - mask, (frames, height, width)), mean], -1)
-    return statistics.normalize(jnp.where(mask.all((1, 2, 3, 4), keepdims=True), 0, kept))
+    return masked_latents(vae, jnp.concatenate([pixels, mask], -1), noise, tiled=tiled, statistics=statistics)
 
 
 def visual_inputs(
