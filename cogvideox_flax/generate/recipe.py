@@ -63,7 +63,7 @@ def request_values(run: Run) -> dict[str, Any]:
         scheduler that is not the checkpoint's.
     """
     names = ("prompt", *recorded("encode", "denoise", "decode"))
-    values = {name: getattr(run.request, name) for name in names}
+    values = {name: plain(getattr(run.request, name)) for name in names}
     values["scheduler"] = run.scheduler.kind
     if (schedule := _noise_schedule(run)) is not None:
         values["noise_schedule"] = schedule
@@ -79,6 +79,11 @@ def _noise_schedule(run: Run) -> dict[str, Any] | None:
         config = scheduler.config.to_dict()
         return None if config == model.scheduler(scheduler.kind).config.to_dict() else config
     return scheduler.identity or {"class": f"{type(scheduler).__module__}.{type(scheduler).__qualname__}"}
+
+
+def plain(value: Any) -> Any:
+    """The value as JSON has it: a list for a tuple."""
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _arrays(request: GenerationRequest) -> dict[str, str]:
@@ -102,7 +107,7 @@ def deciding(values: Mapping[str, Any], *stages: Stage) -> dict[str, Any]:
     Args:
         values: from `request_values`, or `store.read_settings`.
     """
-    decisive: dict[str, Any] = {name: values.get(name) for name in ("prompt", *recorded(*stages))}
+    decisive: dict[str, Any] = {name: plain(values.get(name)) for name in ("prompt", *recorded(*stages))}
     decisive |= {name: [media.sha256 for media in decisive[name]] for name in MEDIA if decisive.get(name)}
     arrays = values.get("arrays") or {}
     if "denoise" in stages:

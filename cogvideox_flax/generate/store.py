@@ -33,7 +33,7 @@ from cogvideox_flax.generate.encode import NEGATIVE, VIDEO_FEATURE, Conditioning
 from cogvideox_flax.generate.media import MEDIA, Media
 from cogvideox_flax.generate.predict.adaptive import FULL, AdaptiveState
 from cogvideox_flax.generate.predict.step_cache import StepCache
-from cogvideox_flax.generate.recipe import deciding, request_values, unhashed
+from cogvideox_flax.generate.recipe import deciding, plain, request_values, unhashed
 from cogvideox_flax.generate.request import GenerationRequest, check_option, json_type, recorded
 from cogvideox_flax.generate.resolve import check_prompts
 from cogvideox_flax.generate.run import Run
@@ -317,7 +317,7 @@ def _deciding_visual_latents(run: Run) -> dict[str, Any]:
 def _latents_metadata(values: Mapping[str, Any]) -> dict[str, Any]:
     """What latents were made with: the reference system's metadata, and ours where we know it."""
     names = ("prompt", "negative_prompt", *recorded("denoise"), "dtype")
-    return {name: values[name] for name in names if name in values}
+    return {name: plain(values[name]) for name in names if name in values}
 
 
 def _in_file(x: np.ndarray) -> np.ndarray:
