@@ -153,6 +153,17 @@ def spec_of(mesh: Mesh | jax.sharding.AbstractMesh, axes: Axes, shape: tuple[int
     return PartitionSpec(*(name if len(name) > 1 else name[0] if name else None for name in names))
 
 
+def dividing_spec(mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...]) -> PartitionSpec:
+    """The part of a spec that an array with this shape can have: the axes that it has, where they divide."""
+
+    def parts(names: Any) -> int:
+        return math.prod(mesh.shape[name] for name in ((names,) if isinstance(names, str) else names or ()))
+
+    return PartitionSpec(
+        *(names if size % parts(names) == 0 else None for size, names in zip(shape, spec, strict=False))
+    )
+
+
 def _mesh_axes(mesh: Any, axis: str | None) -> tuple[str, ...]:
     if axis == "stored":
         return STORED if FSDP in mesh.axis_names else ()

@@ -42,7 +42,7 @@ AUTO: Literal["auto"] = "auto"
 """Of `remat`: decided before the training."""
 DTYPES = ("float32", "bfloat16")
 METHODS = ("lora", "full")
-OPTIMIZERS = ("adamw", "muon")
+OPTIMIZERS = ("adamw", "adamw_bfloat16", "adamw_8bit", "adafactor", "muon")
 SCHEDULES = ("cosine", "linear", "constant_with_warmup")
 
 MAX_COUNT = 2**31 - 1
@@ -72,7 +72,9 @@ class OptimizerConfig:
 
     kind: "adamw"; or "muon", which orthogonalises the updates of the blocks' attention and feed-forward matrices and
         trains the other parameters with Adam with Nesterov momentum. Muon learns faster from scratch; weights that
-        AdamW trained are better fine-tuned with AdamW.
+        AdamW trained are better fine-tuned with AdamW. With less memory for moments: "adamw_bfloat16", the first in
+        bfloat16; "adamw_8bit", both in 8 bit, but of small parameters; "adafactor", no first, and the second of a
+        matrix, if it is at least 128 wide and high, as a product of two vectors. b1, b2 and eps are not Adafactor's.
     learning_rate: the peak, at the end of the warm-up.
     schedule: "cosine" or "linear", from the peak to `final_learning_rate` at the last step; or "constant_with_warmup".
     weight_decay: of matrices and kernels. Biases, norm scales and other vectors do not decay.

@@ -39,6 +39,7 @@ from cogvideox_flax.training.clips import Clip, clip_contents, clips_fingerprint
 from cogvideox_flax.training.config import AUTO, TrainingConfig, config_json, config_of_json, read_config, require
 from cogvideox_flax.training.images import encoded_each_step, image_arrays
 from cogvideox_flax.training.metrics import check_tensorboard
+from cogvideox_flax.training.optimizer import make_optimizer
 
 RECORD_FILE = hub.TRAINING_RECORD
 DEFAULT_RANK = 64
@@ -221,12 +222,25 @@ class FinetuneJob:
         return sum(x.size for x in jax.tree.leaves(self._abstract_denoiser))
 
     @cached_property
+    def _abstract_trained(self) -> Any:
+        """What is trained, as shapes in float32."""
+        trained = self._abstract_denoiser
+        if self.config.method == "lora":
+            trained = lora.lora_parameters(jax.eval_shape(partial(self.add_lora, mesh=None), trained))
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), trained)
+        return {self.model.denoiser: shapes}
+
+    @cached_property
     def trainable(self) -> int:
         """Parameters that are trained."""
-        if self.config.method == "full":
-            return self.parameters
-        adapted = jax.eval_shape(partial(self.add_lora, mesh=None), self._abstract_denoiser)
-        return sum(x.size for x in lora.lora_parameters(adapted).values())
+        return sum(x.size for x in jax.tree.leaves(self._abstract_trained))
+
+    @cached_property
+    def moments(self) -> int:
+        """Bytes of the optimizer's state."""
+        config = self.config.trainer
+        moments = jax.eval_shape(make_optimizer(config.optimizer, config.steps).init, self._abstract_trained)
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(moments))
 
     @cached_property
     def contents(self) -> list[Contents]:
@@ -265,7 +279,7 @@ class FinetuneJob:
             "trained weights": 4 * self.trainable,
             f"their {loop.dtype} copy": itemsize * self.trainable if itemsize < 4 else 0,
             "gradients": 4 * self.trainable,
-            "moments": 8 * self.trainable,
+            "moments": self.moments,
             "moving average": 4 * self.trainable if loop.ema_decay else 0,
         }
 
@@ -277,7 +291,7 @@ class FinetuneJob:
             image = image_arrays(self.images, bucket).values()
             nbytes = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in image)
             examples += len(members) * (2 * 2 * math.prod(bucket.latent_shape(1)) + nbytes)
-        state = (16 if loop.ema_decay else 12) * self.trainable
+        state = (8 if loop.ema_decay else 4) * self.trainable + self.moments
         result = 4 * self.trainable
         if self.config.method == "full":
             kept = self.model.components.keys() - {self.model.denoiser}

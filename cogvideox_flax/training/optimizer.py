@@ -1,20 +1,23 @@
 """The optimizers, with warm-up, decay of the learning rate, and gradient clipping (optax).
 
 Sources: AdamW (arXiv 1711.05101); Muon (kellerjordan.github.io/posts/muon) with the update scale of arXiv 2502.16982,
-which makes AdamW's learning rates fit it.
+which makes AdamW's learning rates fit it; Adafactor (arXiv 1804.04235) without momentum and without relative steps.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 import optax.contrib
 
 from cogvideox_flax import sharding
 from cogvideox_flax.training.config import OptimizerConfig
+from cogvideox_flax.training.moments import scale_by_adam_8bit
 
 _MUON_MATRICES = re.compile(r"(.*\.)?blocks\.(attn|mlp)\.\w+\.(kernel|weight)")
 _MUON_RMS = 0.2
@@ -36,21 +39,33 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
     """Gradient clipping, then the update of `config.kind` with the scheduled learning rate."""
     rate = learning_rate(config, steps)
-    if config.kind == "adamw":
-        update = optax.adamw(
-            rate, config.b1, config.b2, config.eps, weight_decay=config.weight_decay, mask=weight_decay_mask
-        )
+    if config.kind == "muon":
+        update = _muon(config, rate)
     else:
-        update = optax.contrib.muon(
-            rate,
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-            adam_b1=config.b1,
-            adam_b2=config.b2,
-            muon_weight_dimension_numbers=_muon_axes,
-            consistent_rms=_MUON_RMS,
-        )
+        decay = optax.add_decayed_weights(config.weight_decay, weight_decay_mask)
+        update = optax.chain(_SCALINGS[config.kind](config), decay, optax.scale_by_learning_rate(rate))
     return optax.chain(optax.clip_by_global_norm(config.clip_norm), update)
+
+
+_SCALINGS: dict[str, Callable[[OptimizerConfig], optax.GradientTransformation]] = {
+    "adamw": lambda config: optax.scale_by_adam(config.b1, config.b2, config.eps),
+    "adamw_bfloat16": lambda config: optax.scale_by_adam(config.b1, config.b2, config.eps, mu_dtype=jnp.bfloat16),
+    "adamw_8bit": lambda config: scale_by_adam_8bit(config.b1, config.b2, config.eps),
+    "adafactor": lambda _: optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0)),
+}
+"""The optimizers that scale a gradient, to which AdamW's decay and the learning rate are applied."""
+
+
+def _muon(config: OptimizerConfig, rate: optax.Schedule) -> optax.GradientTransformation:
+    return optax.contrib.muon(
+        rate,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        adam_b1=config.b1,
+        adam_b2=config.b2,
+        muon_weight_dimension_numbers=_muon_axes,
+        consistent_rms=_MUON_RMS,
+    )
 
 
 def _muon_axes(params: Any) -> Any:

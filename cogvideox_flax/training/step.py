@@ -86,14 +86,21 @@ def _first_state(params: Params, config: LoopConfig) -> TrainState:
 
 
 def _state_shardings(state: TrainState, placements: Any, config: LoopConfig, mesh: Mesh) -> TrainState:
-    """Where the arrays of a state lie: a moment like its parameter."""
+    """Where the arrays of a state lie: a moment like its parameter, but for axes that it has not or has shorter."""
     replicated = NamedSharding(mesh, PartitionSpec())
+
+    def place(moment: Any, like: NamedSharding) -> Any:
+        if isinstance(moment, optax.MaskedNode):  # a parameter of Muon's other part
+            return moment
+        return NamedSharding(mesh, sharding.dividing_spec(mesh, like.spec, moment.shape))
+
     moments = optax.tree_utils.tree_map_params(
         make_optimizer(config.optimizer, config.steps),
-        lambda _, place: place,
+        place,
         state.opt_state,
         placements,
         transform_non_params=lambda _: replicated,
+        is_leaf=lambda x: isinstance(x, optax.MaskedNode),
     )
     step: Any = replicated
     return TrainState(step, placements, placements if config.ema_decay else None, moments)

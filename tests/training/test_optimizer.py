@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,9 +16,11 @@ from cogvideox_flax.checkpoint import parameters
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.models.cogvideox.transformer import Transformer
 from cogvideox_flax.models.t5 import TextEncoder
-from cogvideox_flax.training.config import LoopConfig, OptimizerConfig
+from cogvideox_flax.sharding import make_mesh
+from cogvideox_flax.training.config import OPTIMIZERS, LoopConfig, OptimizerConfig
+from cogvideox_flax.training.moments import _value, scale_by_adam_8bit
 from cogvideox_flax.training.optimizer import learning_rate, make_optimizer, weight_decay_mask
-from tests.training.test_training import SMALL, TEXT
+from tests.training.test_training import SMALL, TEXT, train
 
 
 def test_learning_rate_warms_up_and_decays():
@@ -72,6 +77,102 @@ def test_muon_steps_are_orthogonal_where_they_should_be():
     for name in ("blocks.attn.q.bias", "blocks.norm1.linear.kernel", "patch_embed.kernel"):
         sizes = abs(moved[name])  # Adam's first step is of one size; Nesterov's momentum makes it half as long again
         assert 0.01 < sizes.max() < 0.015 and np.percentile(sizes, 5) > 0.999 * sizes.max()
+
+
+WIDE = {"transformer": {"blocks.mlp.up.kernel": np.zeros((2, 128, 512), np.float32)}}
+STATE_BYTES = {"adamw": 8, "adamw_bfloat16": 6, "adamw_8bit": 2 + 8 / 256, "adafactor": 4 / 128 + 4 / 512, "muon": 4}
+
+
+def fit(params, _, batch, key):
+    """A linear map of each layer, of inputs of several sizes; the noise of the target depends on the key."""
+    x = batch["x"] * jnp.linspace(0.1, 2.0, 128)
+    out = jnp.einsum("bi,lio->blo", x, params["transformer"]["blocks.mlp.up.kernel"])
+    target = jnp.sin(jnp.roll(x, 1, -1)).sum(-1)[:, None, None] * jnp.linspace(-1.0, 1.0, 512)
+    return jnp.square(out - target + 0.1 * jax.random.normal(key, out.shape)).mean(), {}
+
+
+def fit_batches(step):
+    return {"x": np.random.default_rng(step).normal(size=(8, 128)).astype(np.float32)}
+
+
+def fit_config(kind, **settings):
+    optimizer = OptimizerConfig(kind=kind, learning_rate=3e-3, warmup_steps=3)
+    return LoopConfig(steps=8, log_every=100, optimizer=optimizer, **settings)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_each_optimizer_resumes_exactly_and_trains_on_a_mesh(tmp_path, kind):
+    """Stopped and resumed gives the same bits, with the moments sharded over all devices."""
+    config, mesh = fit_config(kind), make_mesh(2, 1, 2, True)
+    whole = train(WIDE, fit, fit_batches, config, tmp_path / "whole", mesh=mesh)
+    moments = [x for x in jax.tree.leaves(whole.opt_state) if x.size > 3]
+    size = WIDE["transformer"]["blocks.mlp.up.kernel"].size
+    assert sum(x.nbytes for x in moments) == STATE_BYTES[kind] * size
+    for x in moments:
+        if x.size == size:
+            assert x.addressable_shards[0].data.size == size // 4
+    train(WIDE, fit, fit_batches, config, tmp_path / "cut", mesh=mesh, stop_after=5)
+    resumed = train(WIDE, fit, fit_batches, config, tmp_path / "cut", mesh=mesh)
+    for ours, theirs in zip(jax.tree.leaves(resumed), jax.tree.leaves(whole), strict=True):
+        assert np.array_equal(ours, theirs) and ours.sharding.is_equivalent_to(theirs.sharding, ours.ndim)
+    alone = train(WIDE, fit, fit_batches, config, tmp_path / "alone")
+    ours, theirs = (np.asarray(jax.tree.leaves(state.params)[0]) for state in (alone, whole))
+    assert np.linalg.norm(ours - theirs) < 1e-3 * np.linalg.norm(ours)
+
+
+def losses(optimizer, steps=240):
+    """The loss of a small network on inputs and outputs of many sizes, whose gradients are."""
+    random = np.random.default_rng(0)
+    truth = [jnp.asarray(random.normal(size=shape) / 8, jnp.float32) for shape in ((64, 128), (128, 128))]
+    sizes = [jnp.asarray(10 ** random.uniform(-2, 1, n), jnp.float32) for n in (64, 128)]
+    start = [0.1 * jnp.asarray(random.normal(size=(64, 128)), jnp.float32), jnp.zeros((128, 128))]
+
+    def network(weights, x):
+        return jnp.tanh((x * sizes[0]) @ weights[0]) @ weights[1] * sizes[1]
+
+    def step(carry, key):
+        weights, state = carry
+        x = jax.random.normal(key, (64, 64))
+        loss, grads = jax.value_and_grad(lambda w: jnp.square(network(w, x) - network(truth, x)).mean())(weights)
+        updates, state = optimizer.update(grads, state, weights)
+        return (optax.apply_updates(weights, updates), state), loss
+
+    keys = jax.random.split(jax.random.key(0), steps)
+    return np.asarray(jax.jit(lambda: jax.lax.scan(step, (start, optimizer.init(start)), keys)[1])())
+
+
+@pytest.mark.parametrize("b2", [0.999, pytest.param(0.95, marks=pytest.mark.further)])
+def test_smaller_moments_have_the_loss_of_float32(b2):
+    config = OptimizerConfig(learning_rate=3e-3, warmup_steps=3, b2=b2)
+    within = {"adamw_bfloat16": 0.01, "adamw_8bit": 0.01, "adafactor": 0.1}
+    exact, *others = (losses(make_optimizer(replace(config, kind=kind), 240)) for kind in ("adamw", *within))
+    assert exact[-40:].mean() < 0.5 * exact[:40].mean()
+    for kind, loss in zip(within, others, strict=True):
+        means = [x.reshape(6, 40).mean(1) for x in (loss, exact)]
+        assert not np.array_equal(loss, exact)
+        np.testing.assert_allclose(*means, rtol=within[kind], err_msg=kind)
+
+
+def test_moments_in_8_bit_fall_as_they_should():
+    """Beside a value whose gradient stays, the others' second moment falls by less than half a level in a step."""
+    params, betas = jnp.zeros((16, 256)), (0.9, 0.99)
+    grads = jnp.asarray(10 ** np.random.default_rng(0).uniform(-3, 0, params.shape), jnp.float32).at[:, 0].set(1.0)
+    later = jnp.zeros_like(grads).at[:, 0].set(1.0)
+
+    @partial(jax.jit, static_argnums=0)
+    def second_moment(optimizer):
+        state = optimizer.update(grads, optimizer.init(params))[1]
+        return jax.lax.fori_loop(0, 100, lambda _, state: optimizer.update(later, state)[1], state)
+
+    state, exact = map(second_moment, (scale_by_adam_8bit(*betas, 1e-8), optax.scale_by_adam(*betas, 1e-8)))
+    errors = np.log2(_value(state.root_nu, state.root_nu_scale) / jnp.sqrt(exact.nu))
+    assert abs(errors.mean()) < 0.02 and errors.std() < 0.3
+
+
+def test_moments_in_8_bit_of_a_parameter_without_gradients_are_zero():
+    params, optimizer = jnp.ones((16, 256)), scale_by_adam_8bit(0.9, 0.99, 1e-8)
+    updates, state = jax.jit(optimizer.update)(jnp.zeros_like(params), optimizer.init(params))
+    assert not np.any(updates) and not any(np.any(moment) for moment in state[1:])
 
 
 def test_settings_are_checked_together():

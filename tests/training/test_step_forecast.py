@@ -10,7 +10,7 @@ import pytest
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.training import finetune as finetuning
 from cogvideox_flax.training import forecast as forecasting
-from cogvideox_flax.training.config import read_config
+from cogvideox_flax.training.config import OPTIMIZERS, read_config
 from cogvideox_flax.training.finetune import finetune, loss_of
 from cogvideox_flax.training.forecast import (
     StepForecast,
@@ -75,6 +75,18 @@ def test_what_is_said_of_a_step():
     step = StepForecast(**vars(unmodelled(30.827, 11.0, 19.0, 60.0)) | {"estimated_s": 3.588}, clips=8, mfu=0.3068)
     said = "30.83 GiB on each device; 3.59 s modelled, MFU 30.7%, 8,027 clips an hour, 60 min for 1,000 steps"
     assert step.describe(1000) == said
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_memory_and_disk_know_the_state_of_each_optimizer(job, method):
+    jobs = {kind: job(**{"optimizer.kind": kind, "method": method, "lora.rank": 16}) for kind in OPTIMIZERS}
+    moments = {kind: some.memory()["moments"] for kind, some in jobs.items()}
+    for kind, some in jobs.items():
+        state = abstract_arguments(some)[0].opt_state
+        assert moments[kind] == sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)), kind
+        assert jobs["adamw"].disk() - some.disk() == 3 * (moments["adamw"] - moments[kind])
+    assert 0 <= moments["adamw"] - 8 * some.trainable < 100
+    assert moments["adamw_8bit"] < 0.5 * moments["adamw"] and moments["adamw_bfloat16"] < 0.76 * moments["adamw"]
 
 
 def test_a_step_that_does_not_compile_does_not_fit(job, monkeypatch):
