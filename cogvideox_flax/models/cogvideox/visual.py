@@ -62,7 +62,8 @@ def masked_latents(
     """
     mask = (video[..., 3:] > 0).astype(jnp.float32)
     mean = encode(vae, jnp.where(mask > 0, -1, video[..., :3]), tiled=tiled)[0].astype(jnp.float32)
-    kept = jnp.concatenate([shrink_mask(1 - mask, mean.shape[1:4]), mean], -1)
+    _, frames, rows, columns, _ = mean.shape
+    kept = jnp.concatenate([shrink_mask(1 - mask, (frames, rows, columns)), mean], -1)
     return statistics.normalize(jnp.where(mask.all((1, 2, 3, 4), keepdims=True), 0, kept))
 
 
