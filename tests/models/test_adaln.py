@@ -57,7 +57,7 @@ def test_it_is_the_norm_modulated(size, streams, interpreted):
     args = inputs(size, streams)
     want = exact(*args)
     for f in (by_kernel, plain):
-        np.testing.assert_allclose(f(*args), want, atol=2e-5)
+        np.testing.assert_allclose(jax.jit(f)(*args), want, atol=2e-5)
 
 
 def test_bfloat16_is_rounded_once(streams, interpreted):

@@ -34,7 +34,7 @@ def in_one_sequence(long, few, counts, kv_len=LONG):
 @pytest.mark.parametrize("counts", [None, COUNTS, jnp.array([0, 11])], ids=["all", "some", "none"])
 def test_it_is_attention_of_one_sequence(how, counts):
     long, few = inputs()
-    found = attend_jointly(*long, few, joint_len=counts, **how)
+    found = jax.jit(partial(attend_jointly, joint_len=counts, **how))(*long, few)
     for mine, expected in zip(found, in_one_sequence(long, few, counts), strict=True):
         assert relative_error(mine, expected) < 1e-5
 

@@ -42,7 +42,7 @@ def test_each_tile_attends_to_the_tiles_of_its_list(form, scale, dim, monkeypatc
     if "two" in form:
         monkeypatch.setattr(splash, "fit_key_block", lambda *a, **_: splash.TileSizes(size, 4 * size, size, size))
     module = {"xla": xla, "triton": triton}.get(form, splash)
-    run = partial(module.attend_to_listed, size if form == "xla" else (size, True))
+    run = jax.jit(partial(module.attend_to_listed, size if form == "xla" else (size, True)))
     mask = np.repeat(np.repeat(chosen, size, 2), size, 3) & (np.arange(keys * size) < lengths[:, None, None, None])
     expected = masked(q, k, v, mask)
     assert relative_error(run(q, k, v, lists, lengths), expected) < ROUNDING_BAR * scale
@@ -65,8 +65,11 @@ def test_the_gradient_of_a_kernel_is_that_of_its_list(kernel):
         s = jnp.where(mask, jnp.einsum("bqnd,bknd->bnqk", q, k) / 8, -jnp.inf)
         return jnp.square(jnp.einsum("bnqk,bknd->bqnd", jax.nn.softmax(s), v)).sum()
 
-    ours = jax.grad(lambda *x: jnp.square(kernel.attend_to_listed((size, True), *x, lists, lengths)).sum(), (0, 1, 2))
-    for found, expected in zip(ours(q, k, v), jax.grad(plain, (0, 1, 2))(q, k, v), strict=True):
+    def ours(*x):
+        return jnp.square(kernel.attend_to_listed((size, True), *x, lists, lengths)).sum()
+
+    gradients = (jax.jit(jax.grad(form, (0, 1, 2)))(q, k, v) for form in (ours, plain))
+    for found, expected in zip(*gradients, strict=True):
         assert relative_error(found, expected) < ROUNDING_BAR
 
 
@@ -127,9 +130,8 @@ def test_with_all_tiles_it_is_the_exact_attention():
     grid = (2, 4, 6)
     *args, lengths = joint_inputs(grid, 10, padding=8)
     sparse = SparseTiles(tile=(1, 2, 3), window=(3, 3, 3))
-    for found, expected in zip(
-        attend_jointly(*args, **lengths, tiles=(sparse, grid)), attend_jointly(*args, **lengths), strict=True
-    ):
+    forms = (jax.jit(partial(attend_jointly, **lengths, tiles=tiles)) for tiles in ((sparse, grid), None))
+    for found, expected in zip(*(form(*args) for form in forms), strict=True):
         size = min(found.shape[1], 48)
         assert relative_error(found[:, :size], expected[:, :size]) < ROUNDING_BAR
 
@@ -138,7 +140,7 @@ def test_tiles_that_reach_out_of_the_video_hold_zeros():
     """A grid that tiles do not divide, against attention over the padded video with a mask."""
     grid, sparse = (2, 3, 5), SparseTiles(tile=(1, 2, 2), window=(1, 3, 1), selected=2)
     q, k, v, joint, lengths = joint_inputs(grid, 6)
-    found, of_text = attend_jointly(q, k, v, joint, **lengths, tiles=(sparse, grid))
+    found, of_text = jax.jit(partial(attend_jointly, **lengths, tiles=(sparse, grid)))(q, k, v, joint)
     video = [to_tiles(x, grid, sparse.tile) for x in (q, k, v)]
     chosen = np.asarray(choose(sparse, grid, *video[:2]))
     assert chosen.mean() < 0.7
