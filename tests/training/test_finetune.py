@@ -482,7 +482,7 @@ def test_a_run_does_not_resume_with_another_model(write, model, tmp_path, part, 
 def test_damaged_files_of_a_stopped_run(write, tmp_path, caplog):
     """Each costs what it holds at most, and says so."""
     config, out = read_config(write()), tmp_path / "run"
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", "cogvideox_flax")
     assert finetune(check(config), stop_after=lambda done: done == 3, progress=False) is None
     whole = finetune(check(read_config(write(out=tmp_path / "whole"))), progress=False)
     for path in (out / RECORD_FILE, out / "training" / "settings.json"):

@@ -81,6 +81,7 @@ def test_muon_steps_are_orthogonal_where_they_should_be():
 
 WIDE = {"transformer": {"blocks.mlp.up.kernel": np.zeros((2, 128, 512), np.float32)}}
 STATE_BYTES = {"adamw": 8, "adamw_bfloat16": 6, "adamw_8bit": 2 + 8 / 256, "adafactor": 4 / 128 + 4 / 512, "muon": 4}
+OTHERS = [kind for kind in OPTIMIZERS if kind != "adamw_8bit"]
 
 
 def fit(params, _, batch, key):
@@ -100,7 +101,7 @@ def fit_config(kind, **settings):
     return LoopConfig(steps=8, log_every=100, optimizer=optimizer, **settings)
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("kind", ["adamw_8bit", *(pytest.param(k, marks=pytest.mark.further) for k in OTHERS)])
 def test_each_optimizer_resumes_exactly_and_trains_on_a_mesh(tmp_path, kind):
     """Stopped and resumed gives the same bits, with the moments sharded over all devices."""
     config, mesh = fit_config(kind), make_mesh(2, 1, 2, True)
