@@ -66,9 +66,10 @@ def worker_size(ray: str | None, needs: str | None, num_hosts: int | None) -> Wo
         name, _, amount = part.partition("=")
         try:
             amounts[name.strip()] = float(amount)
-            assert name.strip() and 0 < amounts[name.strip()] < 1e6
-        except (ValueError, AssertionError) as e:
-            raise InputError(f"--ray-worker is {needs!r}; expected NAME=AMOUNT,..., such as CPU=8,GPU=1") from e
+        except ValueError:
+            amounts[name.strip()] = math.nan
+        if not (name.strip() and 0 < amounts[name.strip()] < 1e6):
+            raise InputError(f"--ray-worker is {needs!r}; expected NAME=AMOUNT,..., such as CPU=8,GPU=1")
     return WorkerSize(amounts, num_hosts)
 
 
@@ -105,13 +106,13 @@ def free_places(ray: Any, size: WorkerSize, taken: Iterable[Place]) -> tuple[int
     for place in taken:
         with suppress(ValueError):  # on a host that is gone
             free.remove(place)
-    room, found = dict(ray.available_resources()), []
+    room, free_now = dict(ray.available_resources()), []
     for place in free:
-        whole = {name: amount * len(place) for name, amount in size.needs.items()}
-        if _room_for(whole, room):
-            found.append(place)
-            room |= {name: room[name] - amount for name, amount in whole.items()}
-    return count, found
+        needs = {name: amount * len(place) for name, amount in size.needs.items()}
+        if _room_for(needs, room):
+            free_now.append(place)
+            room |= {name: room[name] - amount for name, amount in needs.items()}
+    return count, free_now
 
 
 def places(nodes: Sequence[Mapping[str, Any]], size: WorkerSize) -> list[Place]:
@@ -121,16 +122,16 @@ def places(nodes: Sequence[Mapping[str, Any]], size: WorkerSize) -> list[Place]:
         is_of_slice = 1 < _hosts_of_slice(node) == (size.hosts or _hosts_of_slice(node))
         if is_of_slice and size.needs.get("TPU") == node["Resources"]["TPU"]:  # with fewer chips, JAX sees one host
             slices[node["Labels"][SLICE]].append(node)
-    found: list[Place] = []
+    whole_slices: list[Place] = []
     for name, its in slices.items():
         ids = [str(i) for i in range(_hosts_of_slice(its[0]))]
         is_whole = sorted(ids) == sorted(node["Labels"].get(HOST) for node in its)
         if is_whole and all(_room_for(size.needs, node["Resources"]) for node in its):
-            found.append(tuple({SLICE: name, HOST: i} for i in ids))  # processes are numbered as the hosts are
+            whole_slices.append(tuple({SLICE: name, HOST: i} for i in ids))  # processes are numbered as the hosts are
     in_slices = [node for its in slices.values() for node in its]
     room = [_room_for(size.needs, node["Resources"]) for node in nodes if node not in in_slices]
     one: Place = ({},) * (size.hosts or 1)
-    return found + [one] * _spread(room, len(one))
+    return whole_slices + [one] * _spread(room, len(one))
 
 
 def _hosts_of_slice(node: Mapping[str, Any]) -> int:

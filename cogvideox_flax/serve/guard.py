@@ -153,8 +153,9 @@ class Guard:
                 break
         try:
             given = json.loads(body)["password"]
-            assert isinstance(given, str)
-        except (ValueError, TypeError, KeyError, AssertionError, RecursionError):
+        except (ValueError, TypeError, KeyError, RecursionError):
+            given = None
+        if not isinstance(given, str):
             return 422, "invalid_value", 'expected {"password": TEXT}', {}
         if self.password is not None and (refused := self._checked(scope, given.encode(errors="replace"))) is not None:
             return refused

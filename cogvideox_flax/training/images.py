@@ -82,9 +82,9 @@ def image_features(
             features[each.feature] = each.encode(encoder, frames, sample, tiled=False, statistics=each.statistics)
     if not dropout:
         return features
-    kept = ~jax.random.bernoulli(drop_key, dropout, latent_shape[:1])
+    has_image = ~jax.random.bernoulli(drop_key, dropout, latent_shape[:1])
 
     def drop(feature: Array) -> Array:
-        return jnp.where(kept.reshape(-1, *[1] * (feature.ndim - 1)), feature, 0)
+        return jnp.where(has_image.reshape(-1, *[1] * (feature.ndim - 1)), feature, 0)
 
-    return {name: drop(feature) for name, feature in features.items()} | {"image_mask": kept.astype(jnp.float32)}
+    return {name: drop(feature) for name, feature in features.items()} | {"image_mask": has_image.astype(jnp.float32)}
