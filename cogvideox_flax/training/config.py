@@ -117,7 +117,8 @@ class LoopTable:
     dtype: of the weights in the forward and backward pass; None: that of a run of the model, bfloat16 for all releases.
         The trained weights themselves are float32.
     ema_decay: of the moving average of the weights: min(ema_decay, (1 + n) / (10 + n)) after n steps. 0: no average.
-    save_minutes: time between two training states on disk. One is also written at the end and when the run is stopped.
+    save_minutes: least time between two training states on disk, which is also at least 20 times as long as the steps
+        waited for the last one. One is also written at the end and when the run is stopped.
     keep: how many training states stay on disk.
     tensorboard: write the metrics for TensorBoard too, which needs the package tensorboardX.
     """

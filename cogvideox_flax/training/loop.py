@@ -3,7 +3,8 @@
 A step's batch, random key and learning rate are functions of its number. The state on disk (parameters, their moving
 average, the optimizer's moments, the number of steps done) is therefore complete: a resumed run gives the same bits.
 
-On several hosts, process 0 makes the batches, writes all files, and decides when to save and to stop.
+On several hosts, process 0 makes the batches, writes all files but its share of the training states, which the others
+write too where they share its disk, and decides when to save and to stop.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ log = logging.getLogger(__name__)
 SETTINGS_FILE = "settings.json"
 METRICS_FILE = "metrics.jsonl"
 _VALIDATION_SEED = 0
+MAX_SAVE_SHARE = 0.05
+"""Of the loop's time that it may wait for training states to be saved."""
 MAY_CHANGE = ("log_every", "save_minutes", "keep", "tensorboard")
 """Settings that may differ when a run is resumed. `steps` may grow."""
 
@@ -146,7 +149,7 @@ class Trainer:
             if self.validation is not None and not start:
                 log.info("compiling and measuring %s ...", self.validation.name)
                 step_log.write_one(0, self.validation.name, measure(state))
-            last_save = time.monotonic()
+            last_save, waited = time.monotonic(), 0.0  # and how long the steps waited for it
             todo = range(start, self.last_step)
             if todo:
                 log.info("compiling the training step ...")
@@ -169,13 +172,15 @@ class Trainer:
                     if self.validation is not None and self._is_validated(done, self.validation.every):
                         step_log.write_one(done, self.validation.name, measure(state))
                     stop = hosts.stop_requested(bool(on_step and on_step(done, state)) or stopped.is_set())
-                    is_due = partial(_has_passed, last_save + 60 * config.save_minutes)
+                    is_due = partial(_has_passed, last_save + max(60 * config.save_minutes, waited / MAX_SAVE_SHARE))
                     save = hosts.broadcast(is_due) or stop or done == self.last_step
                     if save or done % config.log_every == 0:
                         step_log.write(done, metrics)
                     if save:
+                        begin = time.monotonic()
                         snapshots.save(done, state)
                         last_save = time.monotonic()
+                        waited = last_save - begin
                     if stop:
                         log.warning("stopped after step %d of %d; the same command resumes it", done, config.steps)
                         break

@@ -1,7 +1,7 @@
 """Training states on disk: written atomically in the background by Orbax, and verified before use.
 
-On several hosts, process 0 alone writes and reads them, so that the disk need not be shared: the whole state passes
-through its memory, one array after the other over the network.
+On several hosts that share the disk, each process writes and reads its own shards. Otherwise process 0 alone writes and
+reads: the other processes send it their shards, and the whole state passes through its memory.
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import sys
-import threading
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,20 +24,24 @@ import orbax.checkpoint as ocp
 from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.io.contents import content_hashes, read_record, write_record
 from cogvideox_flax.io.paths import free_bytes, size_text
-from cogvideox_flax.runtime.global_arrays import fetch_on_first, put_from_first
+from cogvideox_flax.runtime.global_arrays import copy_own_shards, gather_on_first, on_all, put_from_first
 from cogvideox_flax.runtime.multihost import hosts
+from cogvideox_flax.runtime.multihost.disks import is_shared
 
 log = logging.getLogger(__name__)
 
-_POLL_SECONDS = 0.1
 _METADATA_BYTES = 2**20
 """What a state takes beside its arrays, generously."""
+
+_TIMEOUT_S = 24 * 3600
+"""Seconds that Orbax' processes wait for each other's writes. The loss of a process is noticed without it."""
 
 
 class Snapshots:
     """The last `keep` states in a folder, by step. A context manager: leaving it waits for the last write.
 
-    When Orbax has put a state in place, its files are hashed, into STEP.json beside it.
+    When Orbax has put a state in place, each process hashes the files that it wrote: process 0 into STEP.json beside
+    the state, process 1 into STEP.1.json, and so on.
     """
 
     def __init__(self, folder: Path, keep: int):
@@ -46,9 +49,13 @@ class Snapshots:
             logging.getLogger(name).addFilter(_has_no_traceback)
         self._folder = folder.resolve()
         self._nbytes = 0  # of the state being written
-        self._manager: Any = _make_manager(self._folder, keep) if hosts.is_first() else None
-        self._hashing = ThreadPoolExecutor(1)
-        self._closing = threading.Event()
+        self._shared = is_shared(self._folder)
+        self._accesses_disk = self._shared or hosts.is_first()
+        if not self._shared:
+            log.info("the other hosts do not see %s: the training state goes through process 0", self._folder)
+        self._manager: Any = _make_manager(self._folder, keep, self._shared) if self._accesses_disk else None
+        self._background = ThreadPoolExecutor(1)
+        self._write: Future[None] | None = None
 
     def __enter__(self) -> Self:
         self._hook, sys.unraisablehook = sys.unraisablehook, self._report_unraisable
@@ -61,21 +68,13 @@ class Snapshots:
 
     def __exit__(self, *_: object) -> None:
         try:
-            self._close()
+            self._wait()
         finally:
+            self._background.shutdown()
+            with suppress(OSError, ValueError):  # raised already
+                if self._manager is not None:
+                    self._manager.close()
             sys.unraisablehook = self._hook
-
-    def _close(self) -> None:
-        if self._manager is None:
-            return
-        with self._errors():
-            try:
-                self._manager.wait_until_finished()
-            finally:
-                self._closing.set()
-                self._hashing.shutdown()
-                self._remove_hashes_of_removed()  # Orbax may have removed a state after the last one was hashed
-                self._manager.close()  # which raises the error of the last write again
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
@@ -93,22 +92,44 @@ class Snapshots:
         )
 
     def save(self, step: int, state: Any) -> None:
-        """Copy the state to the host, then write it in the background. A step already there stays.
+        """Copy this process' shards of a state to the host, then write it in the background.
+
+        Args:
+            step: later than those of the states that are there.
+            state: a pytree of arrays, which may be donated when this returns.
 
         Raises:
             InputError: the state before it could not be written, or the disk has no room for this one.
         """
-        state = fetch_on_first(_by_name(state))
-        if self._manager is None or step == self._manager.latest_step():
-            return
-        with self._errors():
-            self._manager.wait_until_finished()
-        self._nbytes = sum(leaf.nbytes for leaf in state.values()) + _METADATA_BYTES
-        if free_bytes(self._folder) < self._nbytes:  # Orbax would also print tracebacks of its threads
+        arrays = _by_name(state)
+        self._wait()
+        self._nbytes = sum(x.nbytes for x in arrays.values()) + _METADATA_BYTES
+        if self._accesses_disk and free_bytes(self._folder) < self._nbytes:  # Orbax would also print tracebacks
             raise self._failed(os.strerror(errno.ENOSPC))
+        if self._shared:
+            with self._errors():
+                self._manager.save(step, args=ocp.args.StandardSave(arrays))  # returns when the arrays are copied
+            self._write = self._background.submit(self._finish, step)
+        else:
+            shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in arrays.items()}
+            self._write = self._background.submit(self._write_gathered, step, copy_own_shards(arrays), shapes)
+
+    def _wait(self) -> None:
+        """Wait for the last write."""
         with self._errors():
+            if self._write is not None:
+                write, self._write = self._write, None
+                write.result()
+
+    def _write_gathered(self, step: int, shards: Any, shapes: dict[str, jax.ShapeDtypeStruct]) -> None:
+        state = gather_on_first(shards, shapes)
+        if self._accesses_disk:
             self._manager.save(step, args=ocp.args.StandardSave(state))
-        self._hashing.submit(self._write_hashes, step)
+            self._finish(step)
+
+    def _finish(self, step: int) -> None:
+        self._manager.wait_until_finished()
+        self._write_hashes(step)
 
     def restore_latest(self, like: Any) -> Any | None:
         """The newest undamaged state, with the structure, dtypes and placement of `like`; None if there is no state.
@@ -118,90 +139,84 @@ class Snapshots:
         Raises:
             CheckpointError: all states are damaged, or the state is of another model.
         """
-        wanted, found = _by_name(like), {}
-
-        @hosts.broadcast_result
-        def read() -> bool:
-            if (step := self._newest_undamaged()) is not None:
-                found.update(self._read(step, wanted))
-            return step is not None
-
-        if not read():
+        wanted = _by_name(like)
+        step = self._newest_undamaged()
+        if step is None:
             return None
-        restored = put_from_first(found, wanted)
+        if self._shared:
+            restored = self._read(step, {n: ocp.utils.to_shape_dtype_struct(x) for n, x in wanted.items()})
+        else:
+            unread = {name: np.empty(x.shape, x.dtype) for name, x in wanted.items()}  # no memory is touched
+            restored = put_from_first(self._read(step, unread) if self._accesses_disk else {}, wanted)
         return jax.tree.unflatten(jax.tree.structure(like), [restored[name] for name in wanted])
 
     def _newest_undamaged(self) -> int | None:
-        steps = sorted(self._manager.all_steps(), reverse=True)
-        if not steps:
-            return None
-        undamaged = next((step for step in steps if not self._is_damaged(step)), None)
-        if undamaged is None:
+        steps = hosts.broadcast(lambda: sorted(self._manager.all_steps(), reverse=True))
+        undamaged = next((step for step in steps if on_all(not self._is_damaged(step))), None)
+        if steps and undamaged is None:
             raise CheckpointError(
                 f"all training states in {self._folder} are damaged; delete {self._folder.parent} to begin anew"
             )
-        for step in steps[: steps.index(undamaged)]:
+        for step in steps[: steps.index(undamaged)] if steps else ():
             log.warning("the training state of step %d is damaged and is removed", step)
-            self._manager.delete(step)
-            self._hash_file(step).unlink(missing_ok=True)
+            if self._accesses_disk:
+                self._manager.delete(step)
+        self._remove_hashes_of_removed()
         return undamaged
 
-    def _read(self, step: int, like: dict[str, jax.Array]) -> dict[str, np.ndarray]:
-        """The arrays of a state, in the host's memory."""
-        shapes = {name: np.empty(x.shape, x.dtype) for name, x in like.items()}  # no memory is touched
+    def _read(self, step: int, like: dict[str, Any]) -> dict[str, Any]:
+        """The arrays of a state, where those of `like` are: on devices, or in the host's memory."""
         try:
-            return self._manager.restore(step, args=ocp.args.StandardRestore(shapes))
+            return self._manager.restore(step, args=ocp.args.StandardRestore(like))
         except (ValueError, KeyError, TypeError, OSError) as e:
             raise CheckpointError(f"the training state {self._folder / str(step)} does not fit this run: {e}") from e
 
-    def _hash_file(self, step: int) -> Path:
-        return self._folder / f"{step}.json"
-
     def _write_hashes(self, step: int) -> None:
-        """Write the hashes of a state's files when it is in place."""
-        folder = self._folder / str(step)
-        while not folder.exists():
-            later = (path for path in self._folder.iterdir() if path.name.isdecimal() and int(path.name) > step)
-            if self._closing.is_set() or any(later):  # not written, or removed already
-                return
-            time.sleep(_POLL_SECONDS)
+        """Write the hashes of the files of a state that this process wrote."""
+        folder, process = self._folder / str(step), jax.process_index()
+        files = [path for path in sorted(folder.rglob("*")) if path.is_file() and _writer(path) == process]
         try:
-            write_record(self._hash_file(step), {"sha256": _hashes(folder)})
-            self._remove_hashes_of_removed()
-        except InputError as e:  # the state was removed meanwhile, or the disk is full
+            hashes = dict(zip([str(path.relative_to(folder)) for path in files], content_hashes(files), strict=True))
+            write_record(self._folder / f"{step}{f'.{process}' if process else ''}.json", {"sha256": hashes})
+        except InputError as e:  # the disk is full
             log.info("the training state of step %d has no hashes: %s", step, e)
+        self._remove_hashes_of_removed()
 
+    @hosts.on_process_0
     def _remove_hashes_of_removed(self) -> None:
         """Remove the hashes of states that Orbax has removed."""
         for path in self._folder.glob("*.json"):
-            if path.stem.isdecimal() and not (self._folder / path.stem).exists():
+            step = path.name.partition(".")[0]
+            if step.isdecimal() and not (self._folder / step).exists():
                 path.unlink(missing_ok=True)
 
     def _is_damaged(self, step: int) -> bool:
-        """Whether a state differs from its hashes. It has none if its writer was killed before it was hashed."""
+        """Whether this process' share of a state's files differs from their hashes. There are none if their writer was
+        killed before it hashed them."""
+        written: dict[str, str] = {}
+        for record in (self._folder / f"{step}.json", *self._folder.glob(f"{step}.*.json")):
+            with suppress(OSError, ValueError, KeyError):
+                written |= read_record(record)["sha256"]
+        readers, reader = (jax.process_count(), jax.process_index()) if self._shared else (1, 0)
+        files = sorted(written)[reader::readers]
         try:
-            written = read_record(self._hash_file(step))["sha256"]
-        except (OSError, ValueError, KeyError):
-            return False
-        try:
-            return written != _hashes(self._folder / str(step))
-        except CheckpointError:  # it cannot be read
+            return [written[name] for name in files] != content_hashes([self._folder / str(step) / f for f in files])
+        except CheckpointError:  # one cannot be read
             return True
 
 
-def _make_manager(folder: Path, keep: int) -> ocp.CheckpointManager:
-    """Orbax' manager, used by process 0 alone."""
+def _make_manager(folder: Path, keep: int, shared: bool) -> ocp.CheckpointManager:
+    """Orbax' manager, of all processes, or of process 0 alone."""
     folder.mkdir(parents=True, exist_ok=True)
-    alone = ocp.options.MultiprocessingOptions(
-        primary_host=0,
-        active_processes={0} if jax.process_count() > 1 else None,
-        barrier_sync_key_prefix="process 0",
-    )
+    several = jax.process_count() > 1
+    alone = ocp.options.MultiprocessingOptions(active_processes={0}, barrier_sync_key_prefix="process 0")
     options = ocp.CheckpointManagerOptions(
         max_to_keep=keep,
         create=False,
         enable_async_checkpointing=True,
-        multiprocessing_options=alone,
+        async_options=ocp.options.AsyncOptions(timeout_secs=_TIMEOUT_S),
+        multiprocessing_options=alone if several and not shared else ocp.options.MultiprocessingOptions(),
+        single_host_load_and_broadcast=several and shared,  # a network disk may show it to each process differently
         cleanup_tmp_directories=True,  # of a run that was killed, or whose disk was full
     )
     return ocp.CheckpointManager(folder, options=options)
@@ -212,10 +227,10 @@ def _has_no_traceback(record: logging.LogRecord) -> bool:
     return not record.exc_info
 
 
-def _hashes(folder: Path) -> dict[str, str]:
-    """File -> hash, of all files below a folder."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return dict(zip([str(path.relative_to(folder)) for path in files], content_hashes(files), strict=True))
+def _writer(path: Path) -> int:
+    """The process that wrote a file of a state, by Orbax' name of the directory of its shards; else process 0."""
+    found = re.search(r"/ocdbt\.process_(\d+)/", path.as_posix())
+    return int(found[1]) if found else 0
 
 
 def _by_name(tree: Any) -> dict[str, Any]:

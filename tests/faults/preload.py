@@ -10,10 +10,11 @@ from typing import Any
 
 from cogvideox_flax import cli
 from cogvideox_flax.generate import store
-from cogvideox_flax.training import finetune, snapshots  # noqa: F401
+from cogvideox_flax.training import finetune, loop, snapshots  # noqa: F401
 
 keeper = store.StateKeeper
 keeper.MIN_INTERVAL_S, keeper.MAX_TIME_SHARE = 0.0, float("inf")  # a state after every step, whatever it costs
+loop.MAX_SAVE_SHARE = float("inf")
 
 
 def main(argv: list[str], stop_at: int | None = None) -> int:

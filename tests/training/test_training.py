@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,8 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from cogvideox_flax import sharding
 from cogvideox_flax.checkpoint import parameters
@@ -34,11 +37,12 @@ from cogvideox_flax.models.cogvideox.transformer import Transformer
 from cogvideox_flax.models.t5 import TextEncoder, TextEncoderConfig
 from cogvideox_flax.nn.remat import ATTENDED, recomputed
 from cogvideox_flax.runtime.compile import compiler_options
+from cogvideox_flax.runtime.global_arrays import copy_own_shards, gather_on_first
 from cogvideox_flax.runtime.terminal import duration_text
 from cogvideox_flax.schedulers import DDIMScheduler
 from cogvideox_flax.schedulers.config import SchedulerConfig
 from cogvideox_flax.sharding import make_mesh
-from cogvideox_flax.training import snapshots
+from cogvideox_flax.training import loop, snapshots
 from cogvideox_flax.training.config import LoopConfig, OptimizerConfig
 from cogvideox_flax.training.latent_cache import prepare
 from cogvideox_flax.training.loop import Trainer, Validation
@@ -53,6 +57,11 @@ SMALL = TransformerConfig(
     layers=2, heads=2, head_dim=16, text_width=32, text_length=4, time_width=16, rotary=True, sample_height=4,
     sample_width=4, sample_frames=5,
 )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _saved_as_often_as_asked(monkeypatch):
+    monkeypatch.setattr(loop, "MAX_SAVE_SHARE", float("inf"))
 
 
 def pull(params, _, batch, key):
@@ -321,6 +330,7 @@ def die(step, state):
     if step == 4:
         os.kill(os.getpid(), signal.SIGKILL)
 
+t.loop.MAX_SAVE_SHARE = float("inf")
 t.train(t.models(), t.denoise, t.denoise_batches, t.OFTEN_SAVED, Path(sys.argv[1]), on_step=die)
 """
 OFTEN_SAVED = replace(SHORT, steps=6, save_minutes=1e-9)
@@ -371,13 +381,13 @@ def test_a_run_does_not_resume_from_a_damaged_state(tmp_path, caplog, damaged):
 
 
 def test_kept_states_are_hashed_after_others_were_removed(tmp_path, monkeypatch):
-    real = snapshots._hashes
+    real = snapshots.content_hashes
 
-    def slow(folder):
+    def slow(files):
         time.sleep(0.3)
-        return real(folder)
+        return real(files)
 
-    monkeypatch.setattr(snapshots, "_hashes", slow)
+    monkeypatch.setattr(snapshots, "content_hashes", slow)
     config = replace(QUICK, save_minutes=1e-9, keep=1)
     train(START, pull, some_batches, config, tmp_path, stop_after=6)
     assert [path.name for path in (tmp_path / "states").glob("*.json")] == ["6.json"]
@@ -399,16 +409,49 @@ def test_no_hashes_are_left_of_a_state_that_is_removed_late(tmp_path, monkeypatc
 def test_a_state_that_cannot_be_read_is_damaged(tmp_path, monkeypatch, caplog):
     config = replace(QUICK, save_minutes=1e-9)
     train(START, pull, some_batches, config, tmp_path, stop_after=4)
-    real = snapshots._hashes
+    real = snapshots.content_hashes
 
-    def unreadable(folder):
-        if folder.name == "4":
+    def unreadable(files):
+        if "4" in files[0].parts:
             raise CheckpointError("cannot read it")
-        return real(folder)
+        return real(files)
 
-    monkeypatch.setattr(snapshots, "_hashes", unreadable)
+    monkeypatch.setattr(snapshots, "content_hashes", unreadable)
     train(START, pull, some_batches, config, tmp_path, stop_after=3)
     assert "the training state of step 4 is damaged and is removed" in caplog.text
+
+
+def test_steps_wait_for_states_for_a_twentieth_of_the_time_at_most(tmp_path, monkeypatch):
+    """Each step takes 1 s, and each state keeps the steps waiting for half a second."""
+    now, saved = 0.0, []
+
+    def pass_time(seconds):
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(loop, "MAX_SAVE_SHARE", 0.05)
+    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(snapshots.Snapshots, "save", lambda self, step, _: (saved.append(step), pass_time(0.5)))
+    config = replace(QUICK, save_minutes=1e-9)
+    train(START, pull, some_batches, config, tmp_path, on_step=lambda *_: pass_time(1.0))
+    assert saved == [1, 12, 23, 30]
+
+
+def test_shards_are_gathered_in_the_background():
+    """Of any sharding, each part once; a donation does not change them."""
+    mesh, rng = make_mesh(2, 2, 2), np.random.default_rng(0)
+    values = {"a": rng.normal(size=(8, 4, 6)), "b": rng.normal(size=4), "c": np.float64(3.0)}
+    specs = {"a": P("sp", None, "tp"), "b": P(("dp", "sp")), "c": P()}
+    dtypes = {"a": jnp.float32, "b": jnp.bfloat16, "c": jnp.float32}
+    values = {name: np.asarray(x, dtypes[name]) for name, x in values.items()}
+    arrays = {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in values.items()}
+    shards, shapes = copy_own_shards(arrays), {name: jax.typeof(x) for name, x in arrays.items()}
+    assert {name: len(each) for name, each in shards.items()} == {"a": 4, "b": 4, "c": 1}
+    jax.block_until_ready(jax.jit(lambda x: jax.tree.map(jnp.zeros_like, x), donate_argnums=0)(arrays))
+    gathered = gather_on_first(shards, shapes)
+    for name, value in values.items():
+        assert gathered[name].dtype == value.dtype
+        np.testing.assert_array_equal(gathered[name], value)
 
 
 def test_orbax_errors_are_not_logged_too(tmp_path, caplog):

@@ -63,7 +63,7 @@ class _Group:
         self.stop_requested = False
         self.handles_interrupt = False  # the command itself stops at the next Ctrl-C
         self.is_making = False  # process 0 is in `broadcast`
-        self.values: queue.SimpleQueue[Any] = queue.SimpleQueue()  # from process 0
+        self.values: queue.SimpleQueue[Any] = queue.SimpleQueue()  # from process 0; on process 0, from the others
         self._done: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._finished = False
         self._failed = threading.Event()
@@ -296,6 +296,18 @@ def broadcast(make: Callable[[], T], send: Callable[[T], Any] | None = None) -> 
         _group.is_making = False
     _group.send("value", [None, value if send is None else send(value)])
     return value
+
+
+def send_to_first(value: Any) -> None:
+    """Send JSON values and numpy arrays to process 0, from another process. A lost connection ends this process."""
+    assert _group is not None
+    _group.send("value", value)
+
+
+def receive_on_first() -> Any:
+    """The next value that another process sent with `send_to_first`, in any order of the processes."""
+    assert _group is not None
+    return _group.values.get()  # never, if a process fails: then this one is ended
 
 
 def broadcast_result(read: Callable[P, T]) -> Callable[P, T]:

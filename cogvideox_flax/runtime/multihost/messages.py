@@ -41,7 +41,9 @@ class Connection:
         def describe(value: Any) -> Any:
             array = np.ascontiguousarray(value)
             arrays.append(array)
-            return {_ARRAY: [array.dtype.str, np.shape(value)]}
+            # the string of a dtype that numpy does not have itself, such as bfloat16, is that of bytes
+            dtype = array.dtype.name if array.dtype.kind == "V" else array.dtype.str
+            return {_ARRAY: [dtype, np.shape(value)]}
 
         text = json.dumps(message, default=describe).encode()
         with self._sending:
