@@ -7,12 +7,13 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cogvideox_flax.cli.prepare import ModelChoice
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.media import MEDIA
+from cogvideox_flax.generate.model_choice import ModelChoice
 from cogvideox_flax.generate.open_model import OpenModel
 from cogvideox_flax.generate.queue import Queue, Todo, fields_of
 from cogvideox_flax.generate.recipe import short_fingerprints
@@ -66,9 +67,7 @@ def make_on_cluster(
         shape = Shape(programs_of(run), adapters_text(run.request.lora or []))
         jobs.append(cluster.ClusterJob(name, shape, _absolute(fields), Path(todo.path)))
     checkpoint = short_fingerprints(pipe.fingerprints())
-    where = os.path.abspath(model.where) if model.where is not None and os.path.exists(model.where) else model.where
-    which: Any = {name: getattr(model, name) for name in ("model_id", "revision", "transformer", "variant", "dtype")}
-    opened = cluster.ClusterModel(where, **which, mesh=args.mesh, checkpoint=checkpoint)
+    model = replace(model, where=None if model.where is None else _path(model.where), mesh=args.mesh)
     count = 0
 
     def tell(job: cluster.ClusterJob, said: str) -> None:
@@ -91,7 +90,7 @@ def make_on_cluster(
 
     size, results = worker_size(args.ray, args.ray_worker, args.hosts_per_worker), sys.stdout
     with redirect_stdout(sys.stderr):  # Ray prints there what it has to say of lost workers
-        cluster.make_on_cluster(args.ray, jobs, opened, size, folder.absolute(), made, refused)
+        cluster.make_on_cluster(args.ray, jobs, model, checkpoint, size, folder.absolute(), made, refused)
 
 
 def _absolute(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate import store
 from cogvideox_flax.generate.distilled import SETTINGS
 from cogvideox_flax.generate.media import MEDIA
+from cogvideox_flax.generate.model_choice import ModelChoice
 from cogvideox_flax.generate.open_model import OpenModel
 from cogvideox_flax.generate.preview import Preview
 from cogvideox_flax.generate.queue import read_lines
@@ -69,33 +70,6 @@ EMBEDDED = "embedded"
 
 
 @dataclass(frozen=True)
-class ModelChoice:
-    """Which model a command runs, and where.
-
-    where, transformer, variant: as `hub.find` takes them.
-    model_id: `where`, as a run remembers it.
-    mesh: as --mesh; None: one device.
-    """
-
-    where: str | None
-    model_id: str
-    revision: str | None
-    transformer: str | None
-    variant: str | None
-    dtype: str
-    mesh: str | None
-
-    def on(self, mesh: str | None, manifest: Manifest) -> ModelChoice:
-        """The same model on a mesh.
-
-        Raises:
-            InputError: its weights do not divide over the mesh.
-        """
-        check_model(manifest, self.model_id, self.dtype, explicit_mesh(mesh))
-        return replace(self, mesh=mesh)
-
-
-@dataclass(frozen=True)
 class Prepared:
     """What process 0 decided.
 
@@ -130,8 +104,7 @@ def open_prepared(args: argparse.Namespace, prepare: Callable[[], Prepared]) -> 
         decided = Prepared(**decided | {"choice": ModelChoice(**decided["choice"])})
     prepared: Prepared = decided
     choice, mesh = prepared.choice, explicit_mesh(prepared.choice.mesh)
-    which: Any = {"revision": choice.revision, "transformer": choice.transformer, "variant": choice.variant}
-    model = OpenModel.open_on_hosts(choice.where, choice.dtype, mesh, **which, progress=not args.quiet)
+    model = OpenModel.open_on_hosts(choice.where, choice.dtype, mesh, **choice.which, progress=not args.quiet)
     model.profiling = profiling_options(args)
     if len(prepared.runs) < len(prepared.requests):
         runs = [resolve(request_of_json(each), model.manifest, model.dtype) for each in prepared.requests]
@@ -143,8 +116,8 @@ def open_prepared(args: argparse.Namespace, prepare: Callable[[], Prepared]) -> 
 
 def directory_of(model: OpenModel | None, choice: ModelChoice, folder: Path) -> RunDirectory:
     """The run directory of a model, which need not be open yet to read what is there."""
-    own: Any = {name: getattr(choice, name) for name in ("model_id", "revision", "transformer", "variant")}
-    return RunDirectory(folder=folder, fingerprints={} if model is None else model.fingerprints(), **own)
+    fingerprints = {} if model is None else model.fingerprints()
+    return RunDirectory(folder=folder, model_id=choice.model_id, **choice.which, fingerprints=fingerprints)
 
 
 # --- the model
@@ -168,9 +141,18 @@ def look(args: argparse.Namespace, recorded: Mapping[str, Any] | None = None) ->
     where = hub.full_name(where)
     manifest = hub.peek(where, revision, transformer, variant, progress=not args.quiet)
     model_id, transformer = EMBEDDED if where is None else _absolute(where), transformer and _absolute(transformer)
-    dtype = args.dtype or recorded.get("dtype", manifest.default_dtype)
-    choice = ModelChoice(where, model_id, revision, transformer, variant, dtype, None)
-    return choice.on(None if args.mesh in (None, "auto") else args.mesh, manifest), manifest
+    choice = ModelChoice(where, model_id, revision, transformer, variant, args.dtype or recorded.get("dtype"))
+    return _on(choice, None if args.mesh in (None, "auto") else args.mesh, manifest), manifest
+
+
+def _on(choice: ModelChoice, mesh: str | None, manifest: Manifest) -> ModelChoice:
+    """The same model on a mesh.
+
+    Raises:
+        InputError: its weights do not divide over the mesh.
+    """
+    check_model(manifest, choice.model_id, choice.dtype, explicit_mesh(mesh))
+    return replace(choice, mesh=mesh)
 
 
 def _absolute(where: str) -> str:
@@ -201,7 +183,7 @@ def with_automatic_mesh(
         assert run is not None
         mesh = describe_mesh(choose_mesh(run, n, chip_of_device(devices[0])).mesh)
         log.info("mesh %s (dp, sp, tp), as the planner says", mesh)
-    return choice.on(mesh, manifest)
+    return _on(choice, mesh, manifest)
 
 
 def check_runs(

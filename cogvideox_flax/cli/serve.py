@@ -17,11 +17,11 @@ from typing import Any
 
 from cogvideox_flax.errors import InputError, install_extra
 from cogvideox_flax.generate.jobs import JobFolder
+from cogvideox_flax.generate.model_choice import ModelChoice
 from cogvideox_flax.io.atomic import write_text
 from cogvideox_flax.io.paths import read_text
 from cogvideox_flax.runtime.terminal import say
 from cogvideox_flax.serve.group import worker_size
-from cogvideox_flax.serve.maker import ServedModel
 from cogvideox_flax.serve.worker import Home, ThisProcess, Worker
 
 log = logging.getLogger(__name__)
@@ -103,15 +103,16 @@ def _listen(host: str, port: int) -> socket.socket:
         raise InputError(f"cannot listen on {host}:{port}: {e.strerror or e}; choose another --port or --host") from e
 
 
-def _models(args: argparse.Namespace) -> list[ServedModel]:
+def _models(args: argparse.Namespace) -> dict[str, ModelChoice]:
     """The models to serve, each under a name of its own."""
-    models: dict[str, ServedModel] = {}
+    models = dict[str, ModelChoice]()
     for where in args.model or [None]:
         name = "embedded" if where is None else Path(where).resolve().name if Path(where).exists() else where
         if name in models:
             raise InputError(f"two models are called {name}; rename one of the directories")
-        models[name] = ServedModel(name, where, args.revision, args.dtype, args.mesh, args.variant)
-    return list(models.values())
+        which: Any = {"revision": args.revision, "variant": args.variant, "dtype": args.dtype, "mesh": args.mesh}
+        models[name] = ModelChoice(where, where or "embedded", **which)
+    return models
 
 
 def _home(args: argparse.Namespace) -> Home:

@@ -66,13 +66,13 @@ class OpenModel:
     family: ClassVar[str | None] = None
     """The only family that this class opens; None opens all."""
 
-    def __init__(self, native_dir: Path, dtype: str, mesh: Mesh | None):
+    def __init__(self, native_dir: Path, dtype: str | None, mesh: Mesh | None):
         self._lock = threading.RLock()  # of the components and the adapters in them
         self._loaded: dict[str, Any] = {}
         self._replaced: dict[str, Any] = {}  # the modules of `replace_component`, as they were given
         self._replaced_names: dict[str, str] = {}  # theirs in place of fingerprints: no two are equal
-        self.native_dir, self.dtype, self.mesh = native_dir, dtype, mesh
         self.manifest = checkpoint.read_manifest(native_dir)
+        self.native_dir, self.dtype, self.mesh = native_dir, dtype or self.manifest.default_dtype, mesh
         self._check_model(self.manifest, native_dir, dtype, mesh)
         model, configs = self.manifest.model, self.manifest.configs
         for component in model.components:
@@ -84,12 +84,12 @@ class OpenModel:
         self._adapted: set[str] = set()  # the parameters that they changed
         self.profiling = ProfilingOptions()
         programs = fingerprint({name: part.to_dict() for name, part in configs.items()})
-        self._compiled = Programs(dtype, mesh, programs)
+        self._compiled = Programs(self.dtype, mesh, programs)
         self._keep_programs_by_default()
         self._fixed = frozenset(self.__dict__)  # what cannot be set from now on
 
     @classmethod
-    def _check_model(cls, manifest: checkpoint.Manifest, where: object, dtype: str, mesh: Mesh | None) -> None:
+    def _check_model(cls, manifest: checkpoint.Manifest, where: object, dtype: str | None, mesh: Mesh | None) -> None:
         if cls.family not in (None, manifest.family):
             raise InputError(f"{where} is a {manifest.family} model; open it with Pipeline")
         check_model(manifest, where, dtype, mesh)
@@ -98,7 +98,7 @@ class OpenModel:
     def open_on_hosts(
         cls,
         where: str | Path | None,
-        dtype: str,
+        dtype: str | None,
         mesh: Mesh | None,
         *,
         revision: str | None,

@@ -115,7 +115,7 @@ class Pipeline(OpenModel):
             )
         libtpu.quiet_without_tpu()
         manifest = hub.peek(where, revision, transformer, variant, progress=progress)
-        dtype = manifest.default_dtype if dtype is None else dtype_name(dtype)
+        dtype = None if dtype is None else dtype_name(dtype)
         cls._check_model(manifest, where or hub.EMBEDDED, dtype, mesh)
         return cls(hub.find(where, revision, transformer, variant, progress=progress), dtype, mesh)
 

@@ -303,7 +303,7 @@ class Queue:
         self,
         options: Mapping[str, Any],
         manifest: Manifest,
-        dtype: str,
+        dtype: str | None,
         batch: int,
         check: Callable[[Path], None],
     ) -> list[Run]:

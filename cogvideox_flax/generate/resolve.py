@@ -425,7 +425,7 @@ def check_dtype(manifest: Manifest, dtype: str, platform: str | None) -> None:
         )
 
 
-def check_model(manifest: Manifest, where: object, dtype: str, mesh: Mesh | None) -> None:
+def check_model(manifest: Manifest, where: object, dtype: str | None, mesh: Mesh | None) -> None:
     """Refuse a model that its configs alone rule out.
 
     Raises:
@@ -434,7 +434,7 @@ def check_model(manifest: Manifest, where: object, dtype: str, mesh: Mesh | None
     """
     manifest.check_complete(where)
     find_devices()
-    check_dtype(manifest, dtype, None if mesh is None else mesh.devices.flat[0].platform)
+    check_dtype(manifest, dtype or manifest.default_dtype, None if mesh is None else mesh.devices.flat[0].platform)
     try:
         manifest.model.check()
     except InputError as e:

@@ -20,12 +20,13 @@ from typing import Any
 
 from cogvideox_flax.errors import BusyError, InputError
 from cogvideox_flax.generate.jobs import JobRecord
+from cogvideox_flax.generate.model_choice import ModelChoice
 from cogvideox_flax.io.atomic import atomic_write
 from cogvideox_flax.runtime.multihost import hosts
 from cogvideox_flax.serve.cluster import LOOK_EVERY_S, MAX_LOST, connect
 from cogvideox_flax.serve.fields import MEDIA_FIELDS
 from cogvideox_flax.serve.group import Group, WorkerSize, follow, free_places, join_group
-from cogvideox_flax.serve.maker import PREVIEW, STAGES, VIDEO, Maker, Making, ServedModel, Stopped
+from cogvideox_flax.serve.maker import PREVIEW, STAGES, VIDEO, Maker, Making, Stopped
 from cogvideox_flax.serve.matching import Ready, Shape, adapters_text, match
 from cogvideox_flax.serve.worker import Lost, Worker
 
@@ -51,9 +52,9 @@ class Actor:
     group: as `join_group` takes it.
     """
 
-    def __init__(self, models: Mapping[str, ServedModel], dtypes: Mapping[str, str], *group: Any):
+    def __init__(self, models: Mapping[str, ModelChoice], *group: Any):
         join_group(*group)
-        self.maker = Maker(models, dtypes, progress=False)
+        self.maker = Maker(models, progress=False)
         self.maker.pipeline(next(iter(models)))
         self._stopping = ""
 
@@ -135,7 +136,7 @@ class Cluster:
         self.ray = connect(self.address)
         self.size = self.size.on(self.ray)
 
-    def check(self, name: str, model: ServedModel, manifest: Manifest, dtype: str) -> None:
+    def check(self, name: str, model: ModelChoice, manifest: Manifest) -> None:
         pass  # the workers' devices are not known here
 
     def describe(self) -> str:
@@ -168,7 +169,7 @@ class Cluster:
             log.warning("the cluster has no free room for a worker, which takes %s", self.size)
         for place in free[:waiting]:
             more = {"max_concurrency": 2}  # `stop` comes in beside `make`
-            group = Group(self.ray, place, self.size.needs, Actor, worker.models, worker.dtypes, **more)
+            group = Group(self.ray, place, self.size.needs, Actor, worker.models, **more)
             slot = _Slot(self.ray, group, worker)
             thread = threading.Thread(target=self._use, args=[slot, worker], daemon=True)
             self.threads[thread] = slot

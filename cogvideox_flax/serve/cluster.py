@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from cogvideox_flax.errors import BusyError, InputError, install_extra
+from cogvideox_flax.generate.model_choice import ModelChoice
 from cogvideox_flax.runtime.multihost import hosts
 from cogvideox_flax.serve.group import Group, WorkerSize, follow, free_places, join_group, resources_text
 from cogvideox_flax.serve.maker import open_pipeline
@@ -37,28 +38,6 @@ MAX_LOST = 3
 
 MAX_UNOPENED = 3
 """Workers in a row that may fail to open the model before the queue ends, where none has it open."""
-
-
-@dataclass(frozen=True)
-class ClusterModel:
-    """The model that each worker opens; as for `Pipeline.from_pretrained`.
-
-    mesh: as --mesh, over the devices of one worker.
-    checkpoint: what a recipe holds of it; a worker whose own differs is dropped.
-    """
-
-    where: str | None
-    model_id: str
-    revision: str | None
-    transformer: str | None
-    variant: str | None
-    dtype: str
-    mesh: str | None
-    checkpoint: Any
-
-    @property
-    def which(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("revision", "transformer", "variant")}
 
 
 @dataclass
@@ -88,18 +67,19 @@ class Busy(str):
 class Worker:
     """A process of the cluster. JAX is imported in here alone.
 
+    checkpoint: what a recipe holds of the model; a worker whose own differs is dropped.
     group: as `join_group` takes it.
     """
 
-    def __init__(self, model: ClusterModel, *group: Any):
+    def __init__(self, model: ModelChoice, checkpoint: Mapping[str, Any], *group: Any):
         join_group(*group)
         from cogvideox_flax.generate.recipe import short_fingerprints
 
         self.model = model
-        self.pipe = open_pipeline(model.where, model.dtype, model.mesh, progress=False, **model.which)
+        self.pipe = open_pipeline(model, progress=False)
         own = short_fingerprints(self.pipe.fingerprints())
-        if own != model.checkpoint:
-            other = " and ".join(part for part in own if own[part] != model.checkpoint.get(part))
+        if own != checkpoint:
+            other = " and ".join(part for part in own if own[part] != checkpoint.get(part))
             raise InputError(f"{model.model_id} has another {other} there than here; copy the same checkpoint to both")
 
     def ready(self) -> None:
@@ -162,7 +142,8 @@ class _Slot:
 def make_on_cluster(
     address: str,
     jobs: Sequence[ClusterJob],
-    model: ClusterModel,
+    model: ModelChoice,
+    checkpoint: Mapping[str, Any],
     size: WorkerSize,
     folder: Path,
     made: Callable[[ClusterJob, bytes, dict[str, Any]], None],
@@ -172,6 +153,7 @@ def make_on_cluster(
 
     Args:
         address: of the cluster, as `ray.init` takes it; "local" starts one on this machine.
+        model, checkpoint: as for `Worker`.
         size: what a worker takes.
         folder: of the run directories.
         made, refused: told of each job.
@@ -182,7 +164,7 @@ def make_on_cluster(
     """
     ray = connect(address)
     try:
-        _Driver(ray, jobs, model, size, folder, made, refused).run()
+        _Driver(ray, jobs, (model, checkpoint), size, folder, made, refused).run()
     finally:
         ray.shutdown()
 
@@ -227,7 +209,7 @@ class _Driver:
         self,
         ray: Any,
         jobs: Sequence[ClusterJob],
-        model: ClusterModel,
+        model: tuple[ModelChoice, Mapping[str, Any]],
         size: WorkerSize,
         folder: Path,
         made: Callable[[ClusterJob, bytes, dict[str, Any]], None],
@@ -284,7 +266,7 @@ class _Driver:
                 return  # one of those that are at it may open it
         waiting = len(self.todo) - sum(slot.job is None for slot in self.slots)
         for place in free[: max(0, waiting)]:
-            group = Group(self.ray, place, self.size.needs, Worker, self.model)
+            group = Group(self.ray, place, self.size.needs, Worker, *self.model)
             self.slots.append(_Slot(group, group.first.ready.remote()))
         if not self.slots and not self.waits:
             self.waits = True

@@ -176,7 +176,8 @@ class Forms:
 
     def _check_made_by(self, wanted: CreateRequest, model: str) -> None:
         """Refuse a recipe of another model or dtype, whose video would be another one."""
-        here = {"release": self._release(model), "dtype": self.worker.dtypes[model]}
+        dtype = self.worker.models[model].dtype or self.worker.manifests[model].default_dtype
+        here = {"release": self._release(model), "dtype": dtype}
         if other := [f"{name} {value}" for name, value in wanted.made_by.items() if value != here[name]]:
             message = f"the recipe is of {' and '.join(other)}; {model} here is {here['release']} in {here['dtype']}"
             raise ApiError(422, "invalid_value", message, [("recipe", message)])

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cogvideox_flax.generate.model_choice import ModelChoice
 from cogvideox_flax.serve.fields import MEDIA_FIELDS
 from cogvideox_flax.serve.matching import programs_of
 
@@ -30,22 +31,6 @@ Told = tuple[str, dict[str, Any]]
 """What a maker tells: "progress", "compile" or "preview" with the event's data, and at last "made" with the facts."""
 
 Making = Generator[Told, None, None]
-
-
-@dataclass(frozen=True)
-class ServedModel:
-    """A model that a server offers.
-
-    name: as clients call it.
-    where: as `hub.find` takes it.
-    """
-
-    name: str
-    where: str | None
-    revision: str | None = None
-    dtype: str | None = None
-    mesh: str | None = None
-    variant: str | None = None
 
 
 class Stopped(Exception):
@@ -91,21 +76,18 @@ class Maker:
 
     Args:
         models: by their names.
-        dtypes: name of a model -> what it computes in.
         progress: say on stderr how far downloads and conversions are.
     """
 
-    def __init__(self, models: Mapping[str, ServedModel], dtypes: Mapping[str, str], *, progress: bool):
-        self.models, self.dtypes, self.show_progress = models, dtypes, progress
+    def __init__(self, models: Mapping[str, ModelChoice], *, progress: bool):
+        self.models, self.show_progress = models, progress
         self._open: dict[str, tuple[Pipeline, bool]] = {}
         self._memory: dict[tuple[str, str], int] = {}  # by model and programs
 
     def pipeline(self, name: str) -> tuple[Pipeline, bool]:
         """A model, opened, and whether all of it fits at once. Others are closed where they do not fit beside it."""
         if name not in self._open:
-            model = self.models[name]
-            which = {"revision": model.revision, "variant": model.variant}
-            pipe = open_pipeline(model.where, self.dtypes[name], model.mesh, progress=self.show_progress, **which)
+            pipe = open_pipeline(self.models[name], progress=self.show_progress)
             fits = pipe.fits_at_once()
             if self._open and not (fits and all(others for _, others in self._open.values())):
                 log.info("%s does not fit beside %s, which is closed", name, " and ".join(self._open))
@@ -143,8 +125,7 @@ class Maker:
         (pipe, fits), model = self.pipeline(name), self.models[name]
         run = pipe.resolve(GenerationRequest(**{"lora": [], **options}))
         run = run.varied(**{field: _by_id(getattr(run.request, field)) for field in MEDIA_FIELDS.values()})
-        identity: Any = {"model_id": model.where or "embedded", "revision": model.revision}
-        store = RunDirectory(folder=stages, fingerprints=pipe.fingerprints(), **identity)
+        store = RunDirectory(folder=stages, model_id=model.model_id, **model.which, fingerprints=pipe.fingerprints())
         events, preview = generate(pipe, run, store, keep=fits), None
         if pipe.manifest.preview_matrix is not None:
             preview = folder / PREVIEW
@@ -220,12 +201,8 @@ def _tell(
             yield "preview", {"step": progress.step}
 
 
-def open_pipeline(where: str | None, dtype: str, mesh: str | None, *, progress: bool, **which: str | None) -> Pipeline:
+def open_pipeline(model: ModelChoice, *, progress: bool) -> Pipeline:
     """Open a model in this process; in a group of several, all of them do.
-
-    Args:
-        mesh: as --mesh.
-        which: revision, transformer and variant, as `Pipeline.from_pretrained` takes them.
 
     Raises:
         InputError: as for `Pipeline.from_pretrained`, or for `OpenModel.open_on_hosts`.
@@ -235,9 +212,8 @@ def open_pipeline(where: str | None, dtype: str, mesh: str | None, *, progress: 
     from cogvideox_flax.runtime import libtpu
 
     libtpu.quiet_without_tpu()
-    how: Any = which | {"progress": progress}
-    hub.peek(where, **how)
-    return Pipeline.open_on_hosts(where, dtype, mesh_of(mesh), **how)
+    hub.peek(model.where, **model.which, progress=progress)
+    return Pipeline.open_on_hosts(model.where, model.dtype, mesh_of(model.mesh), **model.which, progress=progress)
 
 
 def mesh_of(text: str | None) -> Any:

@@ -7,16 +7,17 @@ import shutil
 import threading
 import time
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.jobs import MAX_STARTS, JobFolder, JobRecord
+from cogvideox_flax.generate.model_choice import ModelChoice
 from cogvideox_flax.serve.events import EventLog
 from cogvideox_flax.serve.files import locate
-from cogvideox_flax.serve.maker import STAGES, Maker, Making, Progress, ServedModel, Stopped, mesh_of, speed_key
+from cogvideox_flax.serve.maker import STAGES, Maker, Making, Progress, Stopped, mesh_of, speed_key
 from cogvideox_flax.serve.matching import programs_of
 
 if typing.TYPE_CHECKING:
@@ -52,7 +53,7 @@ class Home(Protocol):
             InputError: it is not there.
         """
 
-    def check(self, name: str, model: ServedModel, manifest: Manifest, dtype: str) -> None:
+    def check(self, name: str, model: ModelChoice, manifest: Manifest) -> None:
         """Refuse a model that cannot be run there."""
 
     def describe(self) -> str:
@@ -72,10 +73,10 @@ class ThisProcess:
 
         libtpu.quiet_without_tpu()
 
-    def check(self, name: str, model: ServedModel, manifest: Manifest, dtype: str) -> None:
+    def check(self, name: str, model: ModelChoice, manifest: Manifest) -> None:
         from cogvideox_flax.generate.resolve import check_model
 
-        check_model(manifest, name, dtype, mesh_of(model.mesh))
+        check_model(manifest, name, model.dtype, mesh_of(model.mesh))
 
     def describe(self) -> str:
         import jax
@@ -83,7 +84,7 @@ class ThisProcess:
         return f"{len(jax.local_devices())} {jax.local_devices()[0].device_kind}"
 
     def run(self, worker: Worker) -> None:
-        maker, path = Maker(worker.models, worker.dtypes, progress=worker.show_progress), worker.jobs.path
+        maker, path = Maker(worker.models, progress=worker.show_progress), worker.jobs.path
         while not worker.stopping.is_set():
             worker.make_next(
                 lambda job, is_stopped: maker.make(
@@ -95,6 +96,9 @@ class ThisProcess:
 class Worker(threading.Thread):
     """Looks at the models, and makes jobs until `stop`.
 
+    Args:
+        models: by the names that clients call them.
+
     Attributes:
         manifests: name of a model -> what its configs say, when `ready` is set.
         device: what makes the videos, when `ready` is set.
@@ -105,7 +109,7 @@ class Worker(threading.Thread):
     def __init__(
         self,
         jobs: JobFolder,
-        models: Sequence[ServedModel],
+        models: Mapping[str, ModelChoice],
         events: EventLog,
         home: Home | None = None,
         *,
@@ -114,9 +118,8 @@ class Worker(threading.Thread):
         super().__init__(name="worker", daemon=True)
         self.jobs, self.events, self.show_progress = jobs, events, progress
         self.home, self.gallery = home or ThisProcess(), jobs.folder.parent
-        self.models = {model.name: model for model in models}
+        self.models = models
         self.manifests: dict[str, Manifest] = {}
-        self.dtypes: dict[str, str] = {}
         self.device: str | None = None
         self.ready, self.stopping = threading.Event(), threading.Event()
         self.failure: BaseException | None = None
@@ -153,10 +156,9 @@ class Worker(threading.Thread):
         from cogvideox_flax import hub
 
         for name, model in self.models.items():
-            manifest = hub.peek(model.where, model.revision, variant=model.variant, progress=self.show_progress)
-            dtype = model.dtype or manifest.default_dtype
-            self.home.check(name, model, manifest, dtype)
-            self.manifests[name], self.dtypes[name] = manifest, dtype
+            manifest = hub.peek(model.where, **model.which, progress=self.show_progress)
+            self.home.check(name, model, manifest)
+            self.manifests[name] = manifest
         self.device = self.home.describe()
 
     def resolve(self, model: str, options: Mapping[str, Any]) -> Run:
@@ -169,7 +171,7 @@ class Worker(threading.Thread):
         from cogvideox_flax.generate.resolve import resolve
 
         request = GenerationRequest(**{"lora": [], **locate(options, self.gallery)})
-        return resolve(request, self.manifests[model], self.dtypes[model])
+        return resolve(request, self.manifests[model], self.models[model].dtype)
 
     def step_seconds(self, model: str, run: Run) -> float | None:
         """The seconds of a step by the last video of this shape in the gallery; None: there is none."""

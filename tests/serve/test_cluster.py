@@ -24,6 +24,7 @@ from cogvideox_flax import sharding
 from cogvideox_flax.cli import main
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.jobs import JobFolder, JobRecord
+from cogvideox_flax.generate.model_choice import ModelChoice
 from cogvideox_flax.generate.pipeline import Pipeline
 from cogvideox_flax.generate.store import run_dir_lock
 from cogvideox_flax.io.video import read_metadata, read_video
@@ -442,7 +443,7 @@ def drive(simulated, lines, needs, monkeypatch, tmp_path, hosts=None, shapes="a"
     jobs = [serve.ClusterJob(f"line-{i}", Shape(shape), {}, tmp_path / f"{i}.mp4") for i, shape in shapes_of]
     take = lambda job, video, recipe: made.append(job.name)  # noqa: E731
     refuse = lambda job, reason: refused.update({job.name: reason})  # noqa: E731
-    serve._Driver(simulated, jobs, None, WorkerSize(needs, hosts), tmp_path, take, refuse).run()
+    serve._Driver(simulated, jobs, (), WorkerSize(needs, hosts), tmp_path, take, refuse).run()
     return sorted(made), refused
 
 
@@ -595,7 +596,7 @@ def test_a_busy_run_directory(monkeypatch, tmp_path):
     simulated = SimulatedRay([{"CPU": 1.0}], makes=[serve.Busy("busy")])
     assert drive(simulated, 1, {"CPU": 1.0}, monkeypatch, tmp_path) == ([], {"line-0": "busy"})
     worker = object.__new__(serve.Worker)
-    worker.model = serve.ClusterModel(None, "demo", None, None, None, "float32", None, None)
+    worker.model = ModelChoice(None, "demo")
     worker.pipe = Pipeline.from_pretrained(None)
     with run_dir_lock(tmp_path / "run"):
         said = worker.make({"prompt": "a red circle"}, tmp_path / "run", ".mp4")

@@ -17,6 +17,7 @@ from starlette.testclient import TestClient
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.jobs import JobFolder
+from cogvideox_flax.generate.model_choice import ModelChoice
 from cogvideox_flax.io.video import save_video
 from cogvideox_flax.lora import EMBEDDED_ADAPTERS, FILE_NAME
 from cogvideox_flax.serve import api as serve_api
@@ -24,7 +25,7 @@ from cogvideox_flax.serve import worker
 from cogvideox_flax.serve.api import Api
 from cogvideox_flax.serve.events import EventLog
 from cogvideox_flax.serve.files import Uploads
-from cogvideox_flax.serve.maker import VIDEO, ServedModel
+from cogvideox_flax.serve.maker import VIDEO
 from cogvideox_flax.serve.worker import Lost, ThisProcess, Worker
 
 FACTS = {"width": 64, "height": 64, "num_frames": 9, "fps": 8, "seed": 0, "num_inference_steps": 2}
@@ -35,7 +36,8 @@ def api(tmp_path):
     """The API over a folder with a video that is made; nobody makes others."""
     with JobFolder(tmp_path / "jobs") as jobs:
         events = EventLog(tmp_path / "next-event")
-        models = [ServedModel("embedded", None), ServedModel("embedded-image-to-video", "embedded-image-to-video")]
+        names = ("embedded", "embedded-image-to-video")
+        models = {name: ModelChoice(name, name) for name in names}
         worker = Worker(jobs, models, events, progress=False)
         worker.ready.set()
         yield Api(jobs, worker, events, Uploads(tmp_path / "files"), adapters=tmp_path / "adapters", max_queue=9)
@@ -307,7 +309,8 @@ def test_a_gallery_that_was_moved(stored, tmp_path):
         jobs.complete(record.id, recipe={})
     old.rename(new)
     with JobFolder(new / "jobs") as jobs:
-        worker = Worker(jobs, [ServedModel("embedded-image-to-video", "embedded-image-to-video")], EventLog(new / "n"))
+        name = "embedded-image-to-video"
+        worker = Worker(jobs, {name: ModelChoice(name, name)}, EventLog(new / "n"))
         worker._look()
         worker.ready.set()
         api = Api(jobs, worker, worker.events, Uploads(new / "files"), adapters=new / "adapters", max_queue=9)
