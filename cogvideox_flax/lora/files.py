@@ -119,8 +119,9 @@ def save_lora(family: Family, path: str | Path, transformer: Any) -> Path:
     path = path if path.suffix == ".safetensors" else path / FILE_NAME
     tensors, ranks, alphas = {}, {}, {}
     layout, adapted = family.lora, adapters(transformer)
-    for target in [target for target, place in layout.targets.items() if place in adapted]:
-        linear, source = adapted[layout.targets[target]], layout.sources[target]
+    for place, source in layout.maps.values():
+        if (linear := adapted.get(place)) is None:
+            continue
         ranks[source] = linear.a.shape[-1]
         alphas[source] = linear.alpha
         for half, value in (("A", linear.a), ("B", linear.b)):

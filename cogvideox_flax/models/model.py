@@ -101,9 +101,9 @@ class LoRALayout:
 
     Attributes:
         component: the component that is adapted.
-        targets: name of a target -> path of its stacked linear map, such as "blocks.attn.q".
+        maps: name of a target -> path of its stacked linear map, such as "blocks.attn.q", and diffusers' name of it in
+            a block.
         default_targets: the targets that are trained by default.
-        sources: name of a target -> its name in a block of diffusers' model.
         blocks: diffusers' name of the list of blocks.
         other_names: name of a linear map in files of other trainers -> diffusers' name; several names where the file
             has one fused map, whose outputs are theirs one after the other. `{i}` stands for the layer.
@@ -113,13 +113,17 @@ class LoRALayout:
     """
 
     component: str
-    targets: Mapping[str, str]
+    maps: Mapping[str, tuple[str, str]]
     default_targets: tuple[str, ...]
-    sources: Mapping[str, str]
     blocks: str = "transformer_blocks"
     other_names: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
     swapped: tuple[str, ...] = ()
     written: Mapping[str, Mapping[str, str | tuple[str, ...]]] = field(default_factory=dict)
+
+    @property
+    def targets(self) -> dict[str, str]:
+        """Name of a target -> path of its stacked linear map."""
+        return {name: path for name, (path, _) in self.maps.items()}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -227,7 +227,7 @@ RELEASE = Release(
     guidance_scale=3.0,
     scheduler="flow_match",
 )
-MAPS = {"up": "blocks.mlp.up", "down": "blocks.mlp.down"}
+MAPS = {"up": ("blocks.mlp.up", "ffn.fc1"), "down": ("blocks.mlp.down", "ffn.fc2")}
 COMPONENTS = {
     "text_encoder_1": Component(
         config=EncoderConfig,
@@ -241,7 +241,7 @@ COMPONENTS = {
         module=Denoiser,
         stage="denoise",
         sharding=DENOISER_ROWS,
-        linear_maps=tuple(MAPS.values()),
+        linear_maps=tuple(path for path, _ in MAPS.values()),
         heads="heads",
         class_names=("TinyTransformer3DModel",),
     ),
@@ -265,9 +265,8 @@ class Tiny(VideoModel):
     releases = MappingProxyType({RELEASE.name: RELEASE})
     lora = LoRALayout(
         component="denoiser",
-        targets=MAPS,
+        maps=MAPS,
         default_targets=("up",),
-        sources={"up": "ffn.fc1", "down": "ffn.fc2"},
         blocks="layers",
     )
     embed = staticmethod(embed)

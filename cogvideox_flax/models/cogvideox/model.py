@@ -52,23 +52,15 @@ COMFYUI = {
 
 LORA = LoRALayout(
     component="transformer",
-    targets={
-        "q": "blocks.attn.q",
-        "k": "blocks.attn.k",
-        "v": "blocks.attn.v",
-        "out": "blocks.attn.out",
-        "up": "blocks.mlp.up",
-        "down": "blocks.mlp.down",
+    maps={
+        "q": ("blocks.attn.q", "attn1.to_q"),
+        "k": ("blocks.attn.k", "attn1.to_k"),
+        "v": ("blocks.attn.v", "attn1.to_v"),
+        "out": ("blocks.attn.out", "attn1.to_out.0"),
+        "up": ("blocks.mlp.up", "ff.net.0.proj"),
+        "down": ("blocks.mlp.down", "ff.net.2"),
     },
     default_targets=("q", "k", "v", "out"),
-    sources={
-        "q": "attn1.to_q",
-        "k": "attn1.to_k",
-        "v": "attn1.to_v",
-        "out": "attn1.to_out.0",
-        "up": "ff.net.0.proj",
-        "down": "ff.net.2",
-    },
     other_names={
         # SAT's, with the number of its matrices
         "layers.{i}.attention.query_key_value.0": "transformer_blocks.{i}.attn1.to_q",
