@@ -33,6 +33,7 @@ from cogvideox_flax.serve.forms import Forms
 from cogvideox_flax.serve.guard import PAGES
 from cogvideox_flax.serve.maker import PREVIEW, VIDEO, Progress
 from cogvideox_flax.serve.matching import programs_of
+from cogvideox_flax.serve.openapi import ROUTES, openapi
 from cogvideox_flax.serve.worker import Worker
 from cogvideox_flax.version import __version__
 
@@ -81,28 +82,13 @@ class Api:
 
     def app(self) -> Starlette:
         """The application."""
-        videos = "/v1/videos"
         routes = [
-            Route("/health", self.health),
             Route("/openapi.json", self.openapi),
-            Route("/v1/models", self.models),
-            Route(videos, self.create, methods=["POST"]),
-            Route(videos, self.list),
-            Route(f"{videos}/estimate", self.estimate, methods=["POST"]),
-            Route(f"{videos}/extensions", self.extend, methods=["POST"]),
-            Route(f"{videos}/{{id}}", self.get),
-            Route(f"{videos}/{{id}}", self.delete, methods=["DELETE"]),
-            Route(f"{videos}/{{id}}/cancel", self.cancel, methods=["POST"]),
-            Route(f"{videos}/{{id}}/remix", self.remix, methods=["POST"]),
-            Route(f"{videos}/{{id}}/content", self.content),
-            Route(f"{videos}/{{id}}/recipe", self.recipe),
-            Route(f"{videos}/{{id}}/events", self.follow),
-            Route("/v1/events", self.follow),
-            Route("/v1/files", self.upload, methods=["POST"]),
-            Route("/v1/files/{id}", self.file),
-            Route("/v1/files/{id}", self.remove_file, methods=["DELETE"]),
-            Route("/v1/files/{id}/content", self.file_content),
-            Route("/v1/read-recipe", self.read_recipe, methods=["POST"]),
+            *(
+                Route(path, getattr(self, name), methods=[method])
+                for path, ways in ROUTES.items()
+                for method, (name, _) in ways.items()
+            ),
             *(Route(path, _page(STATIC / name)) for path, name in PAGES.items()),
         ]
         return Starlette(routes=routes, exception_handlers=HANDLERS, lifespan=self._lifespan)
@@ -129,8 +115,6 @@ class Api:
         return JSONResponse({"object": "list", "data": await run_in_threadpool(self.forms.models)})
 
     async def openapi(self, request: Request) -> Response:
-        from cogvideox_flax.serve.openapi import openapi
-
         return JSONResponse(openapi())
 
     # --- videos

@@ -42,24 +42,28 @@ _VIDEO = {
     "event_id": "integer",
 }
 
-_ROUTES = {
-    "/health": {"get": "Whether the server is starting, ready, busy or failed"},
-    "/v1/models": {"get": "Models, and the fields that each takes"},
-    "/v1/videos": {"post": "Ask for videos", "get": "List videos"},
-    "/v1/videos/estimate": {"post": "Time and memory of a request, which is not queued"},
-    "/v1/videos/extensions": {"post": "Ask for a video that goes on from the last frame of another"},
-    "/v1/videos/{id}": {"get": "One video", "delete": "Remove a video, and cancel it where it is under way"},
-    "/v1/videos/{id}/cancel": {"post": "Cancel a video: at once, or after the current step"},
-    "/v1/videos/{id}/remix": {"post": "Ask for a video with the options of another, and some changed"},
-    "/v1/videos/{id}/content": {"get": "The MP4; variant=thumbnail or preview: a WebP"},
-    "/v1/videos/{id}/recipe": {"get": "Everything that decides the video"},
-    "/v1/videos/{id}/events": {"get": "Server-sent events of a video"},
-    "/v1/events": {"get": "Server-sent events of all videos"},
-    "/v1/files": {"post": "Upload an image or clip"},
-    "/v1/files/{id}": {"get": "What a file is", "delete": "Remove a file"},
-    "/v1/files/{id}/content": {"get": "The bytes of a file"},
-    "/v1/read-recipe": {"post": "The recipe inside a video of this library"},
+ROUTES = {
+    "/health": {"get": ("health", "Whether the server is starting, ready, busy or failed")},
+    "/v1/models": {"get": ("models", "Models, and the fields that each takes")},
+    "/v1/videos": {"post": ("create", "Ask for videos"), "get": ("list", "List videos")},
+    "/v1/videos/estimate": {"post": ("estimate", "Time and memory of a request, which is not queued")},
+    "/v1/videos/extensions": {"post": ("extend", "Ask for a video that goes on from the last frame of another")},
+    "/v1/videos/{id}": {
+        "get": ("get", "One video"),
+        "delete": ("delete", "Remove a video, and cancel it where it is under way"),
+    },
+    "/v1/videos/{id}/cancel": {"post": ("cancel", "Cancel a video: at once, or after the current step")},
+    "/v1/videos/{id}/remix": {"post": ("remix", "Ask for a video with the options of another, and some changed")},
+    "/v1/videos/{id}/content": {"get": ("content", "The MP4; variant=thumbnail or preview: a WebP")},
+    "/v1/videos/{id}/recipe": {"get": ("recipe", "Everything that decides the video")},
+    "/v1/videos/{id}/events": {"get": ("follow", "Server-sent events of a video")},
+    "/v1/events": {"get": ("follow", "Server-sent events of all videos")},
+    "/v1/files": {"post": ("upload", "Upload an image or clip")},
+    "/v1/files/{id}": {"get": ("file", "What a file is"), "delete": ("remove_file", "Remove a file")},
+    "/v1/files/{id}/content": {"get": ("file_content", "The bytes of a file")},
+    "/v1/read-recipe": {"post": ("read_recipe", "The recipe inside a video of this library")},
 }
+"""Path -> method -> the method of `Api` that answers it, and what it does. The first path that fits is taken."""
 
 _CREATING = ("/v1/videos", "/v1/videos/estimate", "/v1/videos/extensions", "/v1/videos/{id}/remix")
 
@@ -78,8 +82,8 @@ def openapi() -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {"title": "cogvideox-flax", "version": __version__},
         "paths": {
-            path: {method: _operation(path, method, said) for method, said in ways.items()}
-            for path, ways in _ROUTES.items()
+            path: {method: _operation(path, method, said) for method, (_, said) in ways.items()}
+            for path, ways in ROUTES.items()
         },
         "components": {"schemas": schemas, "securitySchemes": {"password": {"type": "http", "scheme": "bearer"}}},
     }
