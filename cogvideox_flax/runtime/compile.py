@@ -191,9 +191,14 @@ def compile_for(jitted: Any, args: tuple[Any, ...], mesh: Mesh | None) -> Any:
     return out_of_reach(compile_it)
 
 
-def compiled_once(jitted: Any, mesh: Mesh | None) -> Callable[..., Any]:
-    """A jitted function that is compiled once for each shapes of its arguments, by the first call with them."""
-    executables: dict[Any, Any] = {}
+def compiled_once(
+    jitted: Any, mesh: Mesh | None, known: tuple[tuple[Any, ...], Any] | None = None
+) -> Callable[..., Any]:
+    """A jitted function that is compiled once for each shapes of its arguments, by the first call with them.
+
+    known: arguments, which may be abstract shapes, for which it is compiled already, and the executable.
+    """
+    executables: dict[Any, Any] = {} if known is None else {_shapes(known[0]): known[1]}
 
     def call(*args: Any) -> Any:
         shapes = _shapes(args)

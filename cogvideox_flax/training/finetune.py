@@ -42,7 +42,7 @@ from cogvideox_flax.runtime.settings import own_settings
 from cogvideox_flax.schedulers import TimestepLaw
 from cogvideox_flax.training.buckets import turn_of
 from cogvideox_flax.training.config import AUTO
-from cogvideox_flax.training.forecast import attached_devices, fitting, with_settings
+from cogvideox_flax.training.forecast import abstract_arguments, attached_devices, fitting, with_settings
 from cogvideox_flax.training.images import encoded_each_step, image_features
 from cogvideox_flax.training.job import RECORD_FILE, FinetuneJob
 from cogvideox_flax.training.latent_cache import LatentCache
@@ -119,7 +119,7 @@ def finetune(
             mesh=job.mesh,
             rows={name: job.model.components[name].sharding},
             validation=_validation(job, latents, captions),
-            compiled=compiled if len(job.buckets) == 1 else None,
+            compiled=None if compiled is None else (abstract_arguments(job), compiled),
         )
         state = trainer.train(_initial_params(job, pipe.native_dir, frozen), on_step, progress=progress)
         if int(state.step) < config.loop.steps:

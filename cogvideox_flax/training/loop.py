@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -88,7 +88,7 @@ class Trainer:
     stop_at: end after this many of `config.steps`, to continue with another schedule; None: all of them.
     validation: a loss to measure besides.
     recorded: what else decides the result, as JSON values. Compared with the run in `folder`, like the settings.
-    compiled: the executable of the training step, where there is one already.
+    compiled: where the step is compiled already for arguments of some shapes: these, and the executable.
     """
 
     loss: Loss
@@ -101,7 +101,7 @@ class Trainer:
     stop_at: int | None = None
     validation: Validation | None = None
     recorded: Mapping[str, Any] = field(default_factory=dict)
-    compiled: Any = None
+    compiled: tuple[tuple[Any, ...], Any] | None = None
 
     @property
     def last_step(self) -> int:
@@ -133,44 +133,25 @@ class Trainer:
         """
         config = self.config
         self._match_run()
-        with (
-            own_settings(),
-            compiling_on(self.mesh),
-            Snapshots(self.folder / "states", config.keep) as snapshots,
-        ):
+        with own_settings(), compiling_on(self.mesh), Snapshots(self.folder / "states", config.keep) as snapshots:
             state = init_state(params, config, self.mesh, self.rows)
             del params
             state = snapshots.restore_latest(state) or state
             start = int(state.step)
             if start:
                 log.info("resuming from step %d of %d in %s", start, config.steps, self.folder)
-            step = self.compiled or compiled_once(jit_step(self.loss, config, state), self.mesh)
-            step_log, measure = _StepLog(self.folder, config, start, self.last_step), self._jit_validation()
-            if self.validation is not None and not start:
-                log.info("compiling and measuring %s ...", self.validation.name)
-                step_log.write_one(0, self.validation.name, measure(state))
+            step_log = _StepLog(self.folder, config, start, self.last_step)
+            validate = self._validator(step_log)
+            if not start:
+                validate(0, state)
             last_save, waited = time.monotonic(), 0.0  # and how long the steps waited for it
             todo = range(start, self.last_step)
-            if todo:
-                log.info("compiling the training step ...")
-            bar = tqdm(total=self.last_step, initial=start, unit="step", disable=not (progress and sys.stderr.isatty()))
-            with (
-                closing(step_log),
-                _stop_signals() as stopped,
-                prefetch(self.batches, todo) as batches,
-                bar,
-                logging_redirect_tqdm(),
-            ):
-                for done, batch in enumerate(batches, start + 1):
-                    state, metrics = step(state, self.frozen, put_batch(batch, config, self.mesh))
+            with closing(step_log), _stop_signals() as stopped, closing(self._steps(state, todo, progress)) as steps:
+                for done, state, metrics in steps:
                     if done == start + 1:
-                        jax.block_until_ready(metrics)
-                        log.info("compiled it and did the first step in %.1f s", time.monotonic() - last_save)
                         step_log.reset_clock(done)  # the first step's time is mostly compilation
                     step_log.add(metrics)
-                    bar.update()
-                    if self.validation is not None and self._is_validated(done, self.validation.every):
-                        step_log.write_one(done, self.validation.name, measure(state))
+                    validate(done, state)
                     stop = hosts.stop_requested(bool(on_step and on_step(done, state)) or stopped.is_set())
                     is_due = partial(_has_passed, last_save + max(60 * config.save_minutes, waited / MAX_SAVE_SHARE))
                     save = hosts.broadcast(is_due) or stop or done == self.last_step
@@ -186,6 +167,24 @@ class Trainer:
                         break
             return state
 
+    def _steps(
+        self, state: TrainState, todo: range, progress: bool
+    ) -> Generator[tuple[int, TrainState, Metrics], None, None]:
+        """Do these steps; yields the number of steps done, the state and the metrics of each."""
+        if todo:
+            log.info("compiling the training step ...")
+        step = compiled_once(jit_step(self.loss, self.config, state), self.mesh, self.compiled)
+        no_bar, begin = not (progress and sys.stderr.isatty()), time.monotonic()
+        bar = tqdm(total=self.last_step, initial=todo.start, unit="step", disable=no_bar)
+        with prefetch(self.batches, todo) as batches, bar, logging_redirect_tqdm():
+            for done, batch in enumerate(batches, todo.start + 1):
+                state, metrics = step(state, self.frozen, put_batch(batch, self.config, self.mesh))
+                if done == todo.start + 1:
+                    jax.block_until_ready(metrics)
+                    log.info("compiled it and did the first step in %.1f s", time.monotonic() - begin)
+                bar.update()
+                yield done, state, metrics
+
     def _match_run(self) -> None:
         """Compare the settings with those of the run in `folder`, which may have had fewer steps."""
         record, ours = self.folder / SETTINGS_FILE, dataclasses.asdict(self.config) | dict(self.recorded)
@@ -196,8 +195,18 @@ class Trainer:
             log.info("steps was raised from %d to %d; the learning rate follows the schedule of %d", before, now, now)
             hosts.on_process_0(write_record)(record, ours)
 
-    def _is_validated(self, done: int, every: int) -> bool:
-        return done % every == 0 or done == self.last_step
+    def _validator(self, step_log: _StepLog) -> Callable[[int, TrainState], None]:
+        """Measures and writes the validation loss of a state, where it is due after so many steps."""
+        measure = self._jit_validation()
+
+        def validate(done: int, state: TrainState) -> None:
+            if self.validation is None or (done % self.validation.every and done != self.last_step):
+                return
+            if not done:
+                log.info("compiling and measuring %s ...", self.validation.name)
+            step_log.write_one(done, self.validation.name, measure(state))
+
+        return validate
 
     def _jit_validation(self) -> Callable[[TrainState], float]:
         """A state to its validation loss."""

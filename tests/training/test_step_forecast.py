@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import jax
 import pytest
 
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.runtime.compile import compiled_once
 from cogvideox_flax.training import finetune as finetuning
 from cogvideox_flax.training import forecast as forecasting
 from cogvideox_flax.training.config import OPTIMIZERS, read_config
@@ -178,7 +180,7 @@ def test_a_run_has_the_step_that_was_compiled_and_goes_on_with_its_remat(job, ch
     changes |= {"remat": "auto", "loop.steps": 2}
     with monkeypatch.context() as patch:
         patch.setattr(forecasting, "host_memory", lambda: 2**50)
-        patch.setattr("cogvideox_flax.training.loop.compiled_once", lambda *_: pytest.fail("it was compiled again"))
+        patch.setattr("cogvideox_flax.training.loop.compiled_once", lambda _, *rest: compiled_once(None, *rest))
         patch.setattr(Trainer, "_jit_validation", lambda _: lambda state: 0.0)
         some = job(**changes)
         assert finetune(some, stop_after=lambda done: done == 1, progress=False) is None
@@ -186,6 +188,25 @@ def test_a_run_has_the_step_that_was_compiled_and_goes_on_with_its_remat(job, ch
     assert json.loads((some.config.out / RECORD_FILE).read_text())["remat"] == "none"
     monkeypatch.setattr(finetuning, "fitting", lambda *_: pytest.fail("it was decided again"))
     assert finetune(job(**changes), progress=False).exists()
+
+
+@pytest.mark.further
+def test_of_several_buckets_the_largest_step_is_not_compiled_again(job, monkeypatch):
+    compiled = []
+
+    def watched(jitted, mesh, known=None):
+        def lower(*args):
+            compiled.append(args[2]["mean"].shape[2:-1])
+            return jitted.lower(*args)
+
+        return compiled_once(jitted if known is None else SimpleNamespace(lower=lower), mesh, known)
+
+    monkeypatch.setattr(forecasting, "host_memory", lambda: 2**50)
+    monkeypatch.setattr("cogvideox_flax.training.loop.compiled_once", watched)
+    some = job(remat="auto", buckets=((9, 32, 48), (9, 32, 32)), **{"loop.steps": 3})
+    assert [len(members) for members in some.members] == [2, 1]
+    assert finetune(some, progress=False).exists()
+    assert compiled == [(3, 4, 4)]
 
 
 @pytest.mark.parametrize(
