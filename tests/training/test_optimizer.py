@@ -20,7 +20,7 @@ from cogvideox_flax.sharding import make_mesh
 from cogvideox_flax.training.config import OPTIMIZERS, LoopConfig, OptimizerConfig
 from cogvideox_flax.training.moments import _value, scale_by_adam_8bit
 from cogvideox_flax.training.optimizer import learning_rate, make_optimizer, weight_decay_mask
-from tests.training.test_training import SMALL, TEXT, train
+from tests.support.training import SMALL, TEXT, train
 
 
 def test_learning_rate_warms_up_and_decays():

@@ -34,7 +34,7 @@ from cogvideox_flax.lora import add_lora, lora_parameters, with_parameters
 from cogvideox_flax.models.cogvideox.config import TransformerConfig
 from cogvideox_flax.models.cogvideox.model import CogVideoX
 from cogvideox_flax.models.cogvideox.transformer import Transformer
-from cogvideox_flax.models.t5 import TextEncoder, TextEncoderConfig
+from cogvideox_flax.models.t5 import TextEncoder
 from cogvideox_flax.nn.remat import ATTENDED, recomputed
 from cogvideox_flax.runtime.compile import compiler_options
 from cogvideox_flax.runtime.global_arrays import copy_own_shards, gather_on_first
@@ -51,12 +51,7 @@ from cogvideox_flax.training.objectives import velocity_loss
 from cogvideox_flax.training.optimizer import learning_rate
 from cogvideox_flax.training.step import init_state, train_step
 from tests.support import processes
-
-TEXT = TextEncoderConfig(vocab_size=32, width=32, layers=1, heads=2, head_dim=16, mlp_width=32)
-SMALL = TransformerConfig(
-    layers=2, heads=2, head_dim=16, text_width=32, text_length=4, time_width=16, rotary=True, sample_height=4,
-    sample_width=4, sample_frames=5,
-)  # fmt: skip
+from tests.support.training import ROWS, SMALL, TEXT, train
 
 
 @pytest.fixture(autouse=True)
@@ -75,14 +70,8 @@ def some_batches(step):
     return {"x": np.random.default_rng(step).normal(1.0, 0.1, size=(4, 2, 8)).astype(np.float32)}
 
 
-ROWS = {name: component.sharding for name, component in CogVideoX.components.items()}
 START = {"transformer": {"blocks.attn.q.bias": np.zeros((2, 8), np.float32)}}
 QUICK = LoopConfig(steps=30, ema_decay=0.9, log_every=1, optimizer=OptimizerConfig(learning_rate=0.1, warmup_steps=3))
-
-
-def train(params, loss, batches, config, folder, *, mesh=None, on_step=None, stop_after=None):
-    trainer = Trainer(loss=loss, batches=batches, config=config, folder=folder, mesh=mesh, rows=ROWS)
-    return trainer.train(params, on_step or (lambda done, _: done == stop_after))
 
 
 def bias(tree):
