@@ -7,6 +7,7 @@ from cogvideox_flax.lora.active import ActiveAdapters
 from cogvideox_flax.lora.adapters import (
     LoRALinear,
     add_lora,
+    is_adapter_parameter,
     lora_parameters,
     merge_lora,
     with_parameters,
@@ -47,6 +48,7 @@ __all__ = [
     "find_adapter",
     "fitting_releases",
     "is_adapter",
+    "is_adapter_parameter",
     "is_without_effect",
     "known_models",
     "load_adapters",

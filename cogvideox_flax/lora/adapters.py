@@ -18,8 +18,10 @@ from jaxtyping import Array, Float, Float32
 
 from cogvideox_flax import checkpoint, sharding
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.lora.product import adapted_product, product
 from cogvideox_flax.models.model import Family
-from cogvideox_flax.nn.layers import Linear, precision
+from cogvideox_flax.nn.layers import Linear
+from cogvideox_flax.nn.platforms import by_platform
 from cogvideox_flax.nn.quantized import QuantizedLinear, kind_of
 from cogvideox_flax.nn.stack import same_arrays
 
@@ -30,7 +32,8 @@ SCOPE = "adapter"
 class LoRALinear(nnx.Module):
     """y = base(x) + alpha / rank * (x @ a) @ b, summed in float32 whatever the dtype.
 
-    a: [in, rank]; b: [rank, out]; like the base's kernel, with a leading layer axis in stacked blocks.
+    a: [in, rank]; b: [rank, out]; like the base's kernel, with a leading layer axis in stacked blocks. They may be
+    float32 beside a base of 16 bits, as in training: products round them, and their gradients stay float32.
     """
 
     def __init__(
@@ -51,10 +54,23 @@ class LoRALinear(nnx.Module):
 
     def __call__(self, x: Float[Array, "*batch in"], *, out_dtype: Any = None) -> Float[Array, "*batch out"]:
         """As for `layers.Linear`."""
+        if not isinstance(self.base, Linear) or sharding.devices_of("heads") > 1:
+            y = self._two_products(x)
+        else:
+            y = by_platform(x, default=self._two_products, tpu=self._one_product)
+        return y.astype(out_dtype or x.dtype)
+
+    def _two_products(self, x: Float[Array, "*batch in"]) -> Float32[Array, "*batch out"]:
         with jax.named_scope(SCOPE):
-            thin = _matmul(x, self.a[...].astype(x.dtype)).astype(x.dtype)
-            more = self.scale * _matmul(thin, self.b[...].astype(x.dtype))
-        return (self.base(x, out_dtype=jnp.float32) + more).astype(out_dtype or x.dtype)
+            thin = product(x, self.a[...]).astype(x.dtype)
+            more = self.scale * product(thin, self.b[...])
+        return self.base(x, out_dtype=jnp.float32) + more
+
+    def _one_product(self, x: Float[Array, "*batch in"]) -> Float32[Array, "*batch out"]:
+        """Where neither axis of the weights is split: what is split cannot be made longer without an exchange."""
+        base, b = self.base, self.scale * self.b[...].astype(jnp.float32)
+        y = adapted_product(x, self.a[...], b, base.kernel[...].astype(x.dtype))
+        return y if base.bias is None else y + base.bias[...].astype(jnp.float32)
 
     def merged(self) -> Linear:
         """The plain linear map that computes the same.
@@ -123,6 +139,11 @@ def lora_parameters(transformer: Any) -> dict[str, Array]:
     """Name -> array, for the adapters only: the parameters that LoRA training optimizes and saves."""
     names = {f"{path}.{half}" for path in adapters(transformer) for half in "ab"}
     return {name: value for name, value in checkpoint.parameters(transformer).items() if name in names}
+
+
+def is_adapter_parameter(name: str) -> bool:
+    """Whether a name is that of half of an adapter, such as "blocks.attn.q.a"."""
+    return name.endswith((".a", ".b"))
 
 
 def with_parameters(transformer: Any, parameters: Mapping[str, Array]) -> Any:
@@ -215,9 +236,5 @@ def with_adapter(
 
 def _merge_layer(carry: None, layer: tuple[Array, Array, Array]) -> tuple[None, Array]:
     kernel, a, b = layer
-    delta = _matmul(a.astype(jnp.float32), b.astype(jnp.float32))
+    delta = product(a.astype(jnp.float32), b.astype(jnp.float32))
     return carry, (kernel.astype(jnp.float32) + delta).astype(kernel.dtype)
-
-
-def _matmul(x: Array, y: Array) -> Float32[Array, "*batch out"]:
-    return jnp.matmul(x, y, preferred_element_type=jnp.float32, precision=precision(x.dtype))

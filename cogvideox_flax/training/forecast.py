@@ -33,7 +33,7 @@ from cogvideox_flax.runtime.terminal import duration_text
 from cogvideox_flax.training.config import AUTO, LoopConfig
 from cogvideox_flax.training.images import encoded_each_step, image_arrays
 from cogvideox_flax.training.job import FinetuneJob
-from cogvideox_flax.training.step import Loss, abstract_state, cast, jit_step, train_step
+from cogvideox_flax.training.step import Loss, abstract_state, in_dtype, jit_step, train_step
 
 log = logging.getLogger(__name__)
 
@@ -195,11 +195,10 @@ def forecast(job: FinetuneJob, loss: Loss, target: Target, keep: int | None = PA
 
 def _forward_flops(job: FinetuneJob, loss: Loss) -> int:
     """Those of all micro-batches, counted without a mesh, which pads tokens."""
-    dtype = job.config.trainer.dtype
+    loss = in_dtype(loss, job.config.trainer.dtype)
 
     def forward(params: Any, frozen: Any, batch: Any) -> Any:
-        micro = jax.tree.map(lambda x: x[0], batch)
-        return loss(cast(params, dtype), cast(frozen, dtype), micro, random_key(0))[0]
+        return loss(params, frozen, jax.tree.map(lambda x: x[0], batch), random_key(0))[0]
 
     state, frozen, batch = abstract_arguments(with_settings(job, mesh=None))
     return job.config.loop.accumulate * count_flops(forward, state.params, frozen, batch).total
@@ -353,11 +352,11 @@ def is_hopeless(job: FinetuneJob, loss: Loss, target: Target) -> bool:
 
 def stored_bytes(job: FinetuneJob, loss: Loss, platform: str) -> int:
     """Bytes on each device of what the forward pass stores for the gradient, split over all devices: at least."""
-    dtype = job.config.trainer.dtype
+    loss = in_dtype(loss, job.config.trainer.dtype)
 
     def stored(params: Any, frozen: Any, batch: Any) -> Any:
-        micro, others = jax.tree.map(lambda x: x[0], batch), cast(frozen, dtype)
-        return jax.vjp(lambda params: loss(cast(params, dtype), others, micro, random_key(0))[0], params)[1]
+        micro = jax.tree.map(lambda x: x[0], batch)
+        return jax.vjp(lambda params: loss(params, frozen, micro, random_key(0))[0], params)[1]
 
     state, frozen, batch = abstract_arguments(with_settings(job, mesh=None))
     with compiling_for("cuda" if platform == "gpu" else platform):

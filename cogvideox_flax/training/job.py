@@ -270,14 +270,14 @@ class FinetuneJob:
     def memory(self) -> dict[str, int]:
         """Bytes on all devices together that are held during the whole run, by kind. Activations come on top."""
         loop = self.config.loop
-        itemsize = jnp.dtype(loop.dtype).itemsize
+        itemsize, full = jnp.dtype(loop.dtype).itemsize, self.config.method == "full"
         encoders = {visual.component for visual in self.images if encoded_each_step(visual)}
         configs, components = self.manifest.configs, self.model.components
         return {
-            "frozen weights": 0 if self.config.method == "full" else itemsize * self.parameters,
+            "frozen weights": 0 if full else itemsize * self.parameters,
             "image encoder": itemsize * sum(components[name].num_parameters(configs[name]) for name in encoders),
             "trained weights": 4 * self.trainable,
-            f"their {loop.dtype} copy": itemsize * self.trainable if itemsize < 4 else 0,
+            f"their {loop.dtype} copy": itemsize * self.trainable if full and itemsize < 4 else 0,
             "gradients": 4 * self.trainable,
             "moments": self.moments,
             "moving average": 4 * self.trainable if loop.ema_decay else 0,

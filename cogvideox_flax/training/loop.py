@@ -44,7 +44,7 @@ from cogvideox_flax.training.metrics import Mean, MetricsLog
 from cogvideox_flax.training.objectives import Metrics
 from cogvideox_flax.training.optimizer import learning_rate
 from cogvideox_flax.training.snapshots import Snapshots
-from cogvideox_flax.training.step import Batch, Loss, Params, TrainState, cast, init_state, jit_step, put_batch
+from cogvideox_flax.training.step import Batch, Loss, Params, TrainState, in_dtype, init_state, jit_step, put_batch
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class Trainer:
         thread, for the step after the current one.
     config: the settings of the loop.
     folder: for `metrics.jsonl`, `settings.json` and the training states.
-    frozen: modules or arrays that are not trained, passed to `loss`.
+    frozen: modules or arrays that are not trained, passed to `loss` in the dtype in which they compute.
     mesh: from `sharding.make_mesh`; None for one device. Batches are split over dp.
     rows: component name -> the sharding of its parameters on the mesh.
     stop_at: end after this many of `config.steps`, to continue with another schedule; None: all of them.
@@ -210,14 +210,14 @@ class Trainer:
 
     def _jit_validation(self) -> Callable[[TrainState], float]:
         """A state to its validation loss."""
-        dtype, alone = self.config.dtype, dataclasses.replace(self.config, accumulate=1)
+        loss, alone = in_dtype(self.loss, self.config.dtype), dataclasses.replace(self.config, accumulate=1)
 
         def validation_loss(params: Params, frozen: Any, batch: Batch, i: Int32[Array, ""]) -> Float32[Array, ""]:
             batch = jax.tree.map(lambda x: x[0], batch)
             key = jax.random.fold_in(random_key(_VALIDATION_SEED), i)
-            return self.loss(cast(params, dtype), cast(frozen, dtype), batch, key)[0]
+            return loss(params, frozen, batch, key)[0]
 
-        one = compiled_once(jax.jit(validation_loss, compiler_options=compiler_options(dtype)), self.mesh)
+        one = compiled_once(jax.jit(validation_loss, compiler_options=compiler_options(self.config.dtype)), self.mesh)
 
         def measure(state: TrainState) -> float:
             assert self.validation is not None

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float32, Int32, Key
 
 from cogvideox_flax import sharding
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.lora import is_adapter_parameter
 from cogvideox_flax.runtime.compile import compiler_options
 from cogvideox_flax.runtime.global_arrays import put
 from cogvideox_flax.runtime.settings import random_key
@@ -128,7 +129,7 @@ def train_step(
     """One optimizer step.
 
     Args:
-        frozen: passed to `loss`; arrays that are not trained.
+        frozen: passed to `loss`; arrays that are not trained, in the dtype in which they compute.
         batch: micro-batches from `put_batch`.
 
     Returns:
@@ -140,10 +141,8 @@ def train_step(
     def gradient(micro: tuple[Batch, Array]) -> tuple[Params, Metrics]:
         batch, i = micro
 
-        def mean_loss(params: Params) -> tuple[Array, Metrics]:
-            return loss(cast(params, config.dtype), cast(frozen, config.dtype), batch, jax.random.fold_in(key, i))
-
-        (value, metrics), grads = jax.value_and_grad(mean_loss, has_aux=True)(state.params)
+        mean_loss = jax.value_and_grad(in_dtype(loss, config.dtype), has_aux=True)
+        (value, metrics), grads = mean_loss(state.params, frozen, batch, jax.random.fold_in(key, i))
         return grads, {"loss": value} | metrics
 
     micro_batches = batch, jnp.arange(config.accumulate)
@@ -166,6 +165,25 @@ def train_step(
         ema = jax.tree.map(lambda average, new: decay * average + (1 - decay) * new, state.ema, params)
     metrics = metrics | {"gradient_norm": optax.tree.norm(grads)}
     return TrainState(state.step + 1, params, ema, opt_state), metrics
+
+
+def in_dtype(loss: Loss, dtype: str) -> Loss:
+    """The loss as a function of float32 parameters: its weights are rounded to this dtype.
+
+    Adapters are not: their layers round them, and so their gradients are float32 (`lora.product`). Frozen arrays are
+    left as they are.
+    """
+
+    def rounded(path: jax.tree_util.KeyPath, x: Array) -> Array:
+        stays = is_adapter_parameter(sharding.parameter_name(path)) or not jnp.issubdtype(x.dtype, jnp.floating)
+        return x if stays else x.astype(dtype)
+
+    def loss_in_dtype(
+        params: Params, frozen: Any, batch: Batch, key: Key[Array, ""]
+    ) -> tuple[Float32[Array, ""], Metrics]:
+        return loss(jax.tree_util.tree_map_with_path(rounded, params), frozen, batch, key)
+
+    return loss_in_dtype
 
 
 def put_batch(batch: Batch, config: LoopConfig, mesh: Mesh | None) -> Batch:
@@ -194,9 +212,3 @@ def _placements(params: Params, mesh: Mesh, rows: Mapping[str, ParameterRows]) -
         return sharding.parameter_sharding(mesh, rows[component], name, leaf.shape)
 
     return jax.tree_util.tree_map_with_path(place, params)
-
-
-def cast(tree: Any, dtype: str) -> Any:
-    """The tree with its floating-point arrays in this dtype."""
-    target = jnp.dtype(dtype)
-    return jax.tree.map(lambda x: x.astype(target) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)

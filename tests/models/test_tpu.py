@@ -20,19 +20,24 @@ from benchmarks import stock_attention, tpu
 from cogvideox_flax import sharding
 from cogvideox_flax.attention import SparseTiles, TileSizes, attend, attend_jointly, splash, splash_backward
 from cogvideox_flax.attention.tile_sizes import choose_tile_sizes
+from cogvideox_flax.checkpoint import parameters
+from cogvideox_flax.lora import LoRALinear, with_parameters
 from cogvideox_flax.models.cogvideox.transformer import Attention
 from cogvideox_flax.models.registry import RELEASES
 from cogvideox_flax.nn.adaln import modulated_norm
 from cogvideox_flax.nn.conv import tpu_kernel
 from cogvideox_flax.nn.conv.causal_conv import conv3d
-from cogvideox_flax.nn.layers import LayerNorm, RMSNorm
+from cogvideox_flax.nn.layers import LayerNorm, Linear, RMSNorm
 from cogvideox_flax.nn.qk_norm import qk_norm
 from cogvideox_flax.nn.remat import recomputed
+from cogvideox_flax.nn.stack import stack
 from cogvideox_flax.plan.chips import CHIPS
 from cogvideox_flax.plan.hlo import Program
 from cogvideox_flax.plan.timing import waits
 from cogvideox_flax.plan.wire import Links
 from cogvideox_flax.runtime.compile import compiler_options, compiling_on
+from cogvideox_flax.training.config import LoopConfig
+from cogvideox_flax.training.step import init_state, train_step
 from tests.support import processes
 
 pytest.importorskip("libtpu", reason="libtpu, the compiler for TPUs, is not installed: pip install 'jax[tpu]'")
@@ -93,6 +98,36 @@ def test_a_recomputed_layer_does_not_attend_again_if_attention_is_kept(remat):
     f = jax.grad(lambda x, scales: jax.lax.scan(layer, x, scales)[0].astype(jnp.float32).sum())
     text = compile_for("v6e:2x4", f, shape, scales).as_text()
     assert text.count("tpu_custom_call") == 2 and splash_backward.NAME in text
+
+
+def test_gradients_of_adapters_are_summed_over_a_mesh_in_float32():
+    """In a step in bfloat16, where each device has some of the clips."""
+    mesh, width = tpu.topology_mesh("v6e:2x4", (8, 1, 1)), 256
+    config = LoopConfig(steps=2, dtype="bfloat16", ema_decay=0.0)
+
+    def loss(params, frozen, x, key):
+        maps = with_parameters(frozen, params["transformer"])
+        x, _ = jax.lax.scan(lambda x, layer: (layer(x), None), x, maps)
+        return jnp.square(x.astype(jnp.float32)).mean(), {}
+
+    def make():
+        base = stack(2, lambda rngs: Linear(width, width, rngs=rngs), nnx.Rngs(0))
+        return LoRALinear(base, jnp.zeros((2, width, 8)), jnp.zeros((2, 8, width)), 8.0)
+
+    def on(spec, tree, dtype=None):
+        place = NamedSharding(mesh, spec)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=place), tree)
+
+    model = jax.eval_shape(make)
+    params = {"transformer": {half: parameters(model)[half] for half in "ab"}}
+    state = on(PartitionSpec(), jax.eval_shape(partial(init_state, config=config, mesh=None), params))
+    x = on(PartitionSpec(None, "dp"), jax.ShapeDtypeStruct((1, 8, 512, width), jnp.bfloat16))
+    with compiling_on(mesh):
+        step = jax.jit(partial(train_step, loss=loss, config=config))
+        text = step.lower(state, on(PartitionSpec(), model, jnp.bfloat16), x).compile().as_text()
+    sums = re.findall(r"= (.*) all-reduce(?:-start)?\(", text)
+    assert any(f"f32[{width},8]" in types or f"f32[1,{width},8]" in types for types in sums), sums
+    assert "bf16[" not in "".join(sums)
 
 
 def test_automatic_choice_is_the_kernel_on_a_tpu_and_holds_no_scores():
