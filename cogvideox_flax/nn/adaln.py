@@ -3,10 +3,14 @@
 XLA reads the residual stream three times for it: for the mean, for the variance and for the result. The kernel reads it
 once. It also reads it token by token, and so fixes its layout: left to itself, XLA may choose one with tokens along the
 lanes, in which the products before and after the norm are a tenth slower by their schedules.
+
+The gradient of x is a kernel too, which reads x and the gradient of the result once; those of scale and shift are
+another, for programs that use them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Float32
 from cogvideox_flax import sharding
 from cogvideox_flax.nn.layers import LayerNorm, Linear, standardize
 from cogvideox_flax.nn.platforms import by_platform
-from cogvideox_flax.nn.tpu import KERNEL_DTYPES, LANES, with_gradient_of
+from cogvideox_flax.nn.tpu import KERNEL_DTYPES, LANES, with_gradient
 
 NAME = "cogvideox_adaln"
 
@@ -30,7 +34,11 @@ MAX_WIDTH = 3072
 """Wider rows in float32 would not fit into a v5e's fast memory."""
 
 _ROWS = 256
-"""Tokens of a grid step: by its schedule the kernel then computes for no longer than it reads and writes."""
+"""Tokens of a grid step, half of them in a gradient, which reads two arrays: more would not fit into fast memory. By
+their schedules the kernels compute for no longer than they read and write."""
+
+_SUBLANES = 8
+"""Of a register of 32-bit numbers."""
 
 _IN_REGISTERS = 16
 """Tokens at a time: a tile of 16-bit rows."""
@@ -114,7 +122,13 @@ def on_each_device(
     return sharding.on_each_shard(partial(kernel, settings), axes, ("batch", "tokens"))(*args)
 
 
-@with_gradient_of(_plain)
+def _gradient(settings: Settings, args: Any, grad: Array) -> tuple[Array | None, ...]:
+    x, scale, _, is_text = args
+    of_scale, of_shift = call_weights_gradient(settings, x, grad, scale, is_text)
+    return call_gradient(settings, x, grad, scale, is_text), of_scale, of_shift, None
+
+
+@with_gradient(_gradient)
 def kernel(
     settings: Settings,
     x: Float32[Array, "B S D"],
@@ -122,42 +136,137 @@ def kernel(
     shift: Float32[Array, "B R D"],
     is_text: Bool[Array, "S 1"] | None = None,
 ) -> Float[Array, "B S D"]:
-    """`modulated_norm`; its gradient is that of the plain form."""
+    """`modulated_norm`."""
     return call(settings, x, scale, shift, is_text)
 
 
-def call(
-    settings: Settings, x: Array, scale: Array, shift: Array, is_text: Array | None, *, interpret: bool = False
-) -> Float[Array, "B S D"]:
+def call(settings: Settings, x: Array, scale: Array, shift: Array, is_text: Array | None) -> Float[Array, "B S D"]:
     """The kernel's call; arguments as for `kernel`."""
-    (eps, dtype), (batch, tokens, width) = settings, x.shape
-    rows = pl.BlockSpec((1, _ROWS, width), lambda b, i: (b, i, 0))
-    table = pl.BlockSpec((1, *scale.shape[1:]), lambda b, i: (b, 0, 0))
-    text = [] if is_text is None else [is_text.astype(jnp.float32)]
+    eps, dtype = settings
     result = jax.ShapeDtypeStruct(x.shape, dtype)
-    moved = x.size * (x.dtype.itemsize + result.dtype.itemsize)
+    return _call(partial(_body, eps), (x,), (scale, shift), is_text, result)
+
+
+def call_gradient(
+    settings: Settings,
+    x: Float32[Array, "B S D"],
+    grad: Float[Array, "B S D"],
+    scale: Float32[Array, "B R D"],
+    is_text: Bool[Array, "S 1"] | None,
+) -> Float32[Array, "B S D"]:
+    """That of x, from that of the result."""
+    result = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return _call(partial(_gradient_body, settings[0]), (x, grad), (scale,), is_text, result)
+
+
+def call_weights_gradient(
+    settings: Settings,
+    x: Float32[Array, "B S D"],
+    grad: Float[Array, "B S D"],
+    scale: Float32[Array, "B R D"],
+    is_text: Bool[Array, "S 1"] | None,
+) -> tuple[Float32[Array, "B R D"], Float32[Array, "B R D"]]:
+    """Those of scale and shift."""
+    batch, streams, width = scale.shape
+    result = jax.ShapeDtypeStruct((batch, 2, streams, _SUBLANES, width), jnp.float32)
+    body = partial(_weights_gradient_body, settings[0], x.shape[1])
+    of_scale, of_shift = _call(body, (x, grad), (), is_text, result).sum(3).swapaxes(0, 1)
+    return of_scale, of_shift
+
+
+def _call(
+    body: Any,
+    activations: tuple[Array, ...],
+    tables: tuple[Array, ...],
+    is_text: Array | None,
+    result: jax.ShapeDtypeStruct,
+    interpret: bool = False,
+) -> Array:
+    """A kernel over batch and tokens. [B, S, D]: activations and result, which may be sums; [B, R, D]: tables."""
+    batch, tokens, width = activations[0].shape
+    rows = _ROWS // len(activations)
+    of_tokens = pl.BlockSpec((1, rows, width), lambda b, i: (b, i, 0))
+    text = [] if is_text is None else [is_text.astype(jnp.float32)]
+    of_text = pl.BlockSpec((rows, 1), lambda b, i: (i, 0))
+
+    def of_batch(a: Any) -> pl.BlockSpec:
+        return pl.BlockSpec((1, *a.shape[1:]), lambda b, i: (b,) + (0,) * (a.ndim - 1))
+
+    arrays: list[Any] = [*activations, result]
     return pl.pallas_call(
-        partial(_body, eps),
-        grid=(batch, pl.cdiv(tokens, _ROWS)),
-        in_specs=[rows, table, table, *[pl.BlockSpec((_ROWS, 1), lambda b, i: (i, 0))] * len(text)],
-        out_specs=rows,
+        body,
+        grid=(batch, pl.cdiv(tokens, rows)),
+        in_specs=[*[of_tokens] * len(activations), *map(of_batch, tables), *[of_text] * len(text)],
+        out_specs=of_tokens if result.ndim == 3 else of_batch(result),
         out_shape=result,
-        cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=moved),
+        cost_estimate=pl.CostEstimate(
+            flops=0, transcendentals=0, bytes_accessed=sum(a.size * a.dtype.itemsize for a in arrays)
+        ),
         interpret=interpret,
         name=NAME,
-    )(x, scale, shift, *text)
+    )(*activations, *tables, *text)
 
 
 def _body(eps: float, x: Any, scale: Any, shift: Any, *refs: Any) -> None:
     *text, out = refs
 
-    def some_tokens(i: Array, _: None) -> None:
-        at = pl.ds(pl.multiple_of(i * _IN_REGISTERS, _IN_REGISTERS), _IN_REGISTERS)
+    def some_tokens(at: Any) -> None:
         is_text = text[0][at] != 0 if text else None
-        y = x[0, at]
-        y = y - y.mean(-1, keepdims=True)
-        y = y * jax.lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + eps)
+        y, _ = _normed(eps, x[0, at])
         y = y * per_stream(scale[...], is_text)[0] + per_stream(shift[...], is_text)[0]
         out[0, at] = y.astype(out.dtype)
 
-    jax.lax.fori_loop(0, _ROWS // _IN_REGISTERS, some_tokens, None, unroll=2)
+    _for_all_tokens(x.shape[1], some_tokens)
+
+
+def _gradient_body(eps: float, x: Any, grad: Any, scale: Any, *refs: Any) -> None:
+    *text, out = refs
+
+    def some_tokens(at: Any) -> None:
+        is_text = text[0][at] != 0 if text else None
+        y, factor = _normed(eps, x[0, at])
+        g = grad[0, at].astype(jnp.float32) * per_stream(scale[...], is_text)[0]
+        out[0, at] = factor * (g - g.mean(-1, keepdims=True) - y * (g * y).mean(-1, keepdims=True))
+
+    _for_all_tokens(x.shape[1], some_tokens)
+
+
+def _weights_gradient_body(eps: float, tokens: int, x: Any, grad: Any, *refs: Any) -> None:
+    """Adds to the sums over tokens, of which one register's rows are left."""
+    *text, sums = refs
+    first = pl.program_id(1) * x.shape[1]
+
+    @pl.when(first == 0)
+    def _start() -> None:
+        sums[...] = jnp.zeros_like(sums)
+
+    def some_tokens(at: Any) -> None:
+        token = first + at.start + jax.lax.broadcasted_iota(jnp.int32, (_IN_REGISTERS, 1), 0)
+        streams = [token < tokens]
+        if text:
+            is_text = text[0][at] != 0
+            streams = [streams[0] & ~is_text, streams[0] & is_text]
+        y, _ = _normed(eps, x[0, at])
+        g = grad[0, at].astype(jnp.float32)
+        for i, term in enumerate((g * y, g)):
+            for j, stream in enumerate(streams):
+                part = jnp.where(stream, term, 0.0)
+                sums[0, i, j] += sum(part[k : k + _SUBLANES] for k in range(0, _IN_REGISTERS, _SUBLANES))
+
+    _for_all_tokens(x.shape[1], some_tokens)
+
+
+def _for_all_tokens(tokens: int, some_tokens: Callable[[Any], None]) -> None:
+    """some_tokens(which) for the tokens of a grid step, as many as are in registers."""
+
+    def step(i: Array, _: None) -> None:
+        some_tokens(pl.ds(pl.multiple_of(i * _IN_REGISTERS, _IN_REGISTERS), _IN_REGISTERS))
+
+    jax.lax.fori_loop(0, tokens // _IN_REGISTERS, step, None, unroll=2)
+
+
+def _normed(eps: float, x: Float32[Array, "rows D"]) -> tuple[Float32[Array, "rows D"], Float32[Array, "rows 1"]]:
+    """The layer norm, and what the centred x was multiplied by."""
+    y = x - x.mean(-1, keepdims=True)
+    factor = jax.lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + eps)
+    return y * factor, factor

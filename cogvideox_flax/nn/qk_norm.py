@@ -5,10 +5,16 @@ over a head, a rotation of pairs of channels and the exchange each want another 
 once. Channels lie along the sublanes there: a norm adds whole registers, and attention wants queries like that. The two
 channels of a pair, neighbours in the checkpoint's order, then share a word of 32 bits in bfloat16, and are rows of even
 and odd numbers in float32.
+
+The gradient is a kernel too, which reads x and the gradient of the result once and recomputes the norm. With g the
+gradient before the rotation, times scale, h the normed head and r what it was multiplied by, that of x is
+
+    r (g - mean(g) - h mean(g h))        without mean(g) in an RMS norm.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -22,12 +28,13 @@ from cogvideox_flax import sharding
 from cogvideox_flax.nn.layers import LayerNorm, RMSNorm, rms_factor, standardize
 from cogvideox_flax.nn.platforms import by_platform
 from cogvideox_flax.nn.rope import Rotary, rotate_interleaved
-from cogvideox_flax.nn.tpu import KERNEL_DTYPES, LANES, with_gradient_of
+from cogvideox_flax.nn.tpu import KERNEL_DTYPES, LANES, with_gradient
 
 NAME = "cogvideox_qk_norm"
 
 _BYTES = 512
-"""That a grid step reads of a channel: by its schedule the kernel then takes no longer than its reads and writes."""
+"""That a grid step reads of a channel: by its schedule the kernel then takes no longer than its reads and writes, and
+its gradient 1.2 times as long."""
 
 Settings = tuple[float, bool]
 """What is added to the mean square; whether the mean is subtracted first, as in a layer norm."""
@@ -78,7 +85,13 @@ def on_each_device(
     return run(x, scale, bias, cos, sin).transpose(0, 3, 1, 2)
 
 
-@with_gradient_of(lambda settings, *args: _plain(settings, *args).transpose(0, 2, 3, 1))
+def _gradient(settings: Settings, args: tuple[Array, ...], grad: Array) -> tuple[Array | None, ...]:
+    x, scale, _, cos, sin = args
+    of_scale, of_bias = call_weights_gradient(settings, x, grad, scale, cos, sin)
+    return call_gradient(settings, x, grad, scale, cos, sin), of_scale, of_bias, None, None
+
+
+@with_gradient(_gradient)
 def kernel(
     settings: Settings,
     x: Float[Array, "B S D"],
@@ -87,48 +100,163 @@ def kernel(
     cos: Float32[Array, "S half"],
     sin: Float32[Array, "S half"],
 ) -> Float[Array, "B N K S"]:
-    """`qk_norm`, channels before tokens; its gradient is that of the plain form."""
+    """`qk_norm`, channels before tokens; cos and sin are constants."""
     return call(settings, x, scale, bias, cos, sin)
 
 
-def call(settings: Settings, x: Array, *args: Array, interpret: bool = False) -> Float[Array, "B N K S"]:
+def call(settings: Settings, x: Array, *args: Array) -> Float[Array, "B N K S"]:
     """The kernel's call; arguments as for `kernel`."""
-    (batch, tokens, width), dim = x.shape, args[0].size
+    scale, bias, cos, sin = args
+    result = jax.ShapeDtypeStruct((x.shape[0], x.shape[2] // scale.size, scale.size, x.shape[1]), x.dtype)
+    return _call(partial(_body, settings), (x,), (scale, bias), (cos, sin), result)
+
+
+def call_gradient(
+    settings: Settings,
+    x: Float[Array, "B S D"],
+    grad: Float[Array, "B N K S"],
+    scale: Float[Array, " K"],
+    cos: Float32[Array, "S half"],
+    sin: Float32[Array, "S half"],
+) -> Float[Array, "B S D"]:
+    """That of x, from that of the result."""
+    body = partial(_gradient_body, settings)
+    result = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return _call(body, (x, grad), (scale,), (cos, sin), result, columns=True)
+
+
+def call_weights_gradient(
+    settings: Settings,
+    x: Float[Array, "B S D"],
+    grad: Float[Array, "B N K S"],
+    scale: Float[Array, " K"],
+    cos: Float32[Array, "S half"],
+    sin: Float32[Array, "S half"],
+) -> tuple[Float[Array, " K"], Float[Array, " K"]]:
+    """Those of scale and bias, summed in float32."""
+    body = partial(_weights_gradient_body, settings, x.shape[1])
+    result = jax.ShapeDtypeStruct((2 * scale.size, _BYTES // x.dtype.itemsize), jnp.float32)
+    sums = _call(body, (x, grad), (), (cos, sin), result, columns=True).sum(-1)
+    of_scale, of_bias = sums.reshape(2, 2, -1).swapaxes(1, 2).reshape(2, -1).astype(scale.dtype)
+    return of_scale, of_bias
+
+
+def _call(
+    body: Any,
+    activations: tuple[Array, ...],
+    weights: tuple[Array, ...],
+    tables: tuple[Array, Array],
+    result: jax.ShapeDtypeStruct,
+    *,
+    columns: bool = False,
+    interpret: bool = False,
+) -> Array:
+    """A kernel over the tokens.
+
+    Args:
+        activations: x first; they and the result are [B, S, D] or [B, N, K, S], or the result is of all tokens.
+        weights: of a head.
+        columns: whether the kernel needs room for one register's width of x, transposed.
+    """
+    x = activations[0]
     rows = _BYTES // x.dtype.itemsize
-    scale, bias = (w.astype(jnp.float32)[:, None] for w in args[:2])
-    cos, sin = (table.T for table in args[2:])
-    of_head, table = (pl.BlockSpec((dim, 1), lambda i, b: (0, 0)), pl.BlockSpec((dim // 2, rows), lambda i, b: (0, i)))
+
+    def spec(a: Any) -> pl.BlockSpec:
+        if a.ndim == 4:
+            return pl.BlockSpec((1, *a.shape[1:3], rows), lambda i, b: (b, 0, 0, i))
+        if a.ndim == 3:
+            return pl.BlockSpec((1, rows, a.shape[2]), lambda i, b: (b, i, 0))
+        return pl.BlockSpec(a.shape, lambda i, b: (0, 0))
+
+    weights = tuple(w.astype(jnp.float32)[:, None] for w in weights)
+    cos, sin = (table.T for table in tables)
+    table = pl.BlockSpec((cos.shape[0], rows), lambda i, b: (0, i))
+    moved: list[Any] = [*activations, cos, sin, result]
     return pl.pallas_call(
-        partial(_body, settings),
-        grid=(pl.cdiv(tokens, rows), batch),
-        in_specs=[pl.BlockSpec((1, rows, width), lambda i, b: (b, i, 0)), of_head, of_head, table, table],
-        out_specs=pl.BlockSpec((1, width // dim, dim, rows), lambda i, b: (b, 0, 0, i)),
-        out_shape=jax.ShapeDtypeStruct((batch, width // dim, dim, tokens), x.dtype),
+        body,
+        grid=(pl.cdiv(x.shape[1], rows), x.shape[0]),
+        in_specs=[*map(spec, activations), *map(spec, weights), table, table],
+        out_specs=spec(result),
+        out_shape=result,
+        scratch_shapes=[pltpu.VMEM((LANES, rows), x.dtype)] * columns,
         cost_estimate=pl.CostEstimate(
-            flops=0, transcendentals=0, bytes_accessed=2 * x.nbytes + cos.nbytes + sin.nbytes
+            flops=0, transcendentals=0, bytes_accessed=sum(a.size * a.dtype.itemsize for a in moved)
         ),
         interpret=interpret,
         name=NAME,
-    )(x, scale, bias, cos, sin)
+    )(*activations, *weights, cos, sin)
 
 
 def _body(settings: Settings, x: Any, scale: Any, bias: Any, cos: Any, sin: Any, out: Any) -> None:
     """The heads of one register's width after the other."""
-    (eps, centered), dim = settings, out.shape[2]
+    dim = out.shape[2]
     together = LANES // dim
     scale, bias = _rows(scale), _rows(bias)
     for group in range(out.shape[1] // together):
         columns = x[0, :, group * LANES : (group + 1) * LANES].T
         for i in range(together):
             head = out.at[0, group * together + i]
-            first, second = _pairs(columns[i * dim : (i + 1) * dim], head)
-            if centered:
-                mean = (first + second).sum(0, keepdims=True) / dim
-                first, second = first - mean, second - mean
-            factor = jax.lax.rsqrt((first * first + second * second).sum(0, keepdims=True) / dim + eps)
-            first = first * factor * scale[0] + bias[0]
-            second = second * factor * scale[1] + bias[1]
+            pairs = _pairs(columns[i * dim : (i + 1) * dim], head)
+            (first, second), _ = _normed(settings, *pairs)
+            first = first * scale[0] + bias[0]
+            second = second * scale[1] + bias[1]
             _write_pairs(head, first * cos[...] - second * sin[...], second * cos[...] + first * sin[...])
+
+
+def _gradient_body(
+    settings: Settings, x: Any, grad: Any, scale: Any, cos: Any, sin: Any, out: Any, columns: Any
+) -> None:
+    scale, dim = _rows(scale), grad.shape[2]
+    for group in range(x.shape[2] // LANES):
+        for head, normed, factor, grads in _heads(settings, group, x, grad, cos, sin, columns):
+            grads = [g * s for g, s in zip(grads, scale, strict=True)]
+            along = (grads[0] * normed[0] + grads[1] * normed[1]).sum(0, keepdims=True) / dim
+            mean = (grads[0] + grads[1]).sum(0, keepdims=True) / dim if settings[1] else 0.0
+            _write_pairs(head, *(factor * (g - mean - h * along) for g, h in zip(grads, normed, strict=True)))
+        out[0, :, group * LANES : (group + 1) * LANES] = columns[...].T
+
+
+def _weights_gradient_body(
+    settings: Settings, tokens: int, x: Any, grad: Any, cos: Any, sin: Any, sums: Any, columns: Any
+) -> None:
+    """Adds to the sums over tokens, of which one register's width is left."""
+
+    @pl.when((pl.program_id(0) == 0) & (pl.program_id(1) == 0))
+    def _start() -> None:
+        sums[...] = jnp.zeros_like(sums)
+
+    token = pl.program_id(0) * x.shape[1] + jax.lax.broadcasted_iota(jnp.int32, (1, x.shape[1]), 1)
+    for group in range(x.shape[2] // LANES):
+        for _, normed, _, grads in _heads(settings, group, x, grad, cos, sin, columns):
+            terms = [*(g * h for g, h in zip(grads, normed, strict=True)), *grads]
+            for i, term in enumerate(terms):
+                sums[pl.ds(i * term.shape[0], term.shape[0])] += jnp.where(token < tokens, term, 0.0)
+
+
+def _heads(
+    settings: Settings, group: int, x: Any, grad: Any, cos: Any, sin: Any, columns: Any
+) -> Iterator[tuple[Any, list[Array], Array, list[Array]]]:
+    """Of each head of a register's width: its part of columns, the pairs of the normed head and what x was multiplied
+    by, and the pairs of the gradient before the rotation."""
+    dim = grad.shape[2]
+    together = LANES // dim
+    wide = x[0, :, group * LANES : (group + 1) * LANES].T
+    for i in range(together):
+        head = columns.at[i * dim : (i + 1) * dim]
+        normed, factor = _normed(settings, *_pairs(wide[i * dim : (i + 1) * dim], head))
+        first, second = _pairs(grad[0, group * together + i], head)
+        turned = [first * cos[...] + second * sin[...], second * cos[...] - first * sin[...]]
+        yield head, normed, factor, turned
+
+
+def _normed(settings: Settings, first: Array, second: Array) -> tuple[list[Array], Float32[Array, "1 rows"]]:
+    """The pairs of a normed head, without scale and bias, and what they were multiplied by."""
+    (eps, centered), dim = settings, 2 * first.shape[0]
+    if centered:
+        mean = (first + second).sum(0, keepdims=True) / dim
+        first, second = first - mean, second - mean
+    factor = jax.lax.rsqrt((first * first + second * second).sum(0, keepdims=True) / dim + eps)
+    return [first * factor, second * factor], factor
 
 
 def _pairs(x: Array, scratch: Any) -> list[Float32[Array, "half rows"]]:

@@ -18,7 +18,7 @@ SIZES = [(1, 300, 256), (2, 256, 384), (2, 70, 128)]
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    monkeypatch.setattr(adaln, "call", partial(adaln.call, interpret=True))
+    monkeypatch.setattr(adaln, "_call", partial(adaln._call, interpret=True))
 
 
 @pytest.fixture(params=[1, 2], ids=["one stream", "text and video"])
@@ -69,14 +69,22 @@ def test_bfloat16_is_rounded_once(streams, interpreted):
         assert (got.astype(jnp.float32) == want).mean() > 0.999  # a float32 sum on the edge rounds either way
 
 
-def test_its_gradient_is_that_of_the_plain_form(streams, interpreted):
-    x, scale, shift, is_text = inputs((2, 70, 128), streams)
-    weight = jax.random.normal(jax.random.key(5), x.shape)
-    found, want = (
-        jax.grad(lambda *args, f=f: (weight * f(*args, is_text)).sum(), (0, 1, 2))(x, scale, shift)
-        for f in (by_kernel, plain)
-    )
-    for a, b in zip(found, want, strict=True):
+def gradients(f, x, scale, shift, is_text, weight):
+    """Of x, scale and shift."""
+
+    def total(*args):
+        return (weight * f(*args, is_text).astype(jnp.float32)).sum()
+
+    return jax.jit(jax.grad(total, (0, 1, 2)))(x, scale, shift)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_its_gradient_is_that_of_the_plain_form(streams, dtype, interpreted):
+    args = inputs((2, 300, 128), streams)
+    # numbers of 8 bits, so that no gradient is rounded before the kernel
+    weight = jax.random.normal(jax.random.key(5), args[0].shape, "bfloat16").astype(jnp.float32)
+    found = gradients(partial(by_kernel, dtype=dtype), *args, weight)
+    for a, b in zip(found, gradients(plain, *args, weight), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
 
 
@@ -86,3 +94,12 @@ def test_every_device_has_its_own_part(shape, streams, interpreted):
     with jax.set_mesh(sharding.make_mesh(*shape)):
         got = jax.jit(partial(adaln.on_each_device, (EPS, jnp.dtype("float32"))))(*args)
     np.testing.assert_allclose(got, exact(*args), atol=2e-5)
+
+
+def test_every_device_has_the_gradients_of_its_own_part(streams, interpreted):
+    args = inputs((4, 64, 128), streams)
+    weight = jax.random.normal(jax.random.key(5), args[0].shape)
+    with jax.set_mesh(sharding.make_mesh(2, 2, 2)):
+        found = gradients(partial(adaln.on_each_device, (EPS, jnp.dtype("float32"))), *args, weight)
+    for a, b in zip(found, gradients(plain, *args, weight), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())

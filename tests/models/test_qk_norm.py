@@ -27,7 +27,7 @@ def kind(request):
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    monkeypatch.setattr(qk_norm, "call", partial(qk_norm.call, interpret=True))
+    monkeypatch.setattr(qk_norm, "_call", partial(qk_norm._call, interpret=True))
     monkeypatch.setattr(qk_norm.pltpu, "pack_elementwise", pack_elementwise)
 
 
@@ -90,13 +90,32 @@ def test_bfloat16_is_rounded_once(kind, interpreted):
     assert error(plain(kind, *args)) < 2 * rounding
 
 
+def gradients(f, kind, weight, *args):
+    """Of x, scale and, in a layer norm, bias."""
+
+    def total(*args):
+        return (weight * f(kind, *args).astype(jnp.float32)).sum()
+
+    return jax.jit(jax.grad(total, (0, 1, 2) if kind[1] else (0, 1)))(*args)
+
+
 def test_its_gradient_is_that_of_the_plain_form(kind, interpreted):
-    args = inputs(kind, (1, 40, 2))
-    weight = jax.random.normal(jax.random.key(5), (1, 40, 2, kind[0]))
-    sums = (lambda *args, f=f: (weight * f(kind, *args)).sum() for f in (by_kernel, plain))
-    found, want = (jax.jit(jax.grad(f, (0, 1, 3, 4)))(*args) for f in sums)
+    args = inputs(kind, (2, 150, 2))
+    weight = jax.random.normal(jax.random.key(5), (2, 150, 2, kind[0]))
+    found, want = (gradients(f, kind, weight, *args) for f in (by_kernel, plain))
     for a, b in zip(found, want, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
+
+
+def test_a_bfloat16_gradient_is_rounded_once(kind, interpreted):
+    args = inputs(kind, (1, 300, 2), "bfloat16")
+    weight = jax.random.normal(jax.random.key(5), (1, 300, 2, kind[0]), "bfloat16").astype(jnp.float32)
+    found = gradients(by_kernel, kind, weight, *args)
+    want = gradients(plain, kind, weight, *(x.astype(jnp.float32) for x in args))
+    for a, b in zip(found, want, strict=True):
+        assert a.dtype == jnp.bfloat16
+        rounding = np.abs(b - b.astype(jnp.bfloat16).astype(jnp.float32)).max()
+        assert np.abs(a.astype(jnp.float32) - b).max() < 1.05 * rounding
 
 
 @pytest.mark.parametrize(
@@ -107,6 +126,15 @@ def test_every_device_has_its_own_part(kind, shape, interpreted):
     with jax.set_mesh(sharding.make_mesh(*shape)):
         got = jax.jit(partial(qk_norm.on_each_device, (EPS, kind[1])))(*args)
     np.testing.assert_allclose(got, plain(kind, *args), atol=1e-5)
+
+
+def test_every_device_has_the_gradients_of_its_own_part(kind, interpreted):
+    args = inputs(kind, (2, 64, 4))
+    weight = jax.random.normal(jax.random.key(5), (2, 64, 4, kind[0]))
+    with jax.set_mesh(sharding.make_mesh(2, 2, 2)):
+        found = gradients(lambda kind, *args: qk_norm.on_each_device((EPS, kind[1]), *args), kind, weight, *args)
+    for a, b in zip(found, gradients(plain, kind, weight, *args), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
 
 
 @pytest.mark.parametrize(("dim", "heads"), [(64, 3), (48, 8), (256, 1)], ids=str)

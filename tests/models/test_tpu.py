@@ -255,24 +255,50 @@ def test_adaln_compiles(topology, dtype):
         return joint, modulated_norm(wide, narrow_scale, narrow_scale, eps=1e-6, dtype=jnp.dtype(dtype))
 
     shapes = (2, 5000, 3072), (1, 4500, 2048), (2, 2, 3072), (1, 1, 2048)
-    text = compile_for(topology, f, *shapes, dtype=jnp.float32).as_text()
-    assert text.count("tpu_custom_call") == 2
-    few = [(1, 500, 3072), (1, 500, 2048), *shapes[2:]]
-    assert "tpu_custom_call" not in compile_for(topology, f, *few, dtype=jnp.float32).as_text()
+    assert kernels(topology, gradient(f, 2), *shapes, dtype=jnp.float32) == 4  # of which two are forward
+    assert kernels(topology, gradient(f, 4), *shapes, dtype=jnp.float32) == 6
+    assert kernels(topology, f, *[(1, 500, 3072), (1, 500, 2048), *shapes[2:]], dtype=jnp.float32) == 0
+
+
+def both_qk_norms(x, wide, scale, wide_scale):
+    tables = [(jnp.ones((1000, half)), jnp.ones((1000, half))) for half in (32, 64)]
+    norm, wide_norm = LayerNorm(64, eps=1e-6), RMSNorm(128, eps=1e-6)
+    norm.scale, wide_norm.scale = nnx.Param(scale), nnx.Param(wide_scale)
+    return qk_norm(x, norm, tables[0]), qk_norm(wide, wide_norm, tables[1])
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
 @pytest.mark.parametrize("topology", ["v6e:2x4", *further("v5e:2x4", "v5p:2x2x1")])
 def test_qk_norm_compiles(topology, dtype):
     """At the widths of both families."""
+    assert kernels(topology, both_qk_norms, (2, 1000, 3072), (1, 1000, 2048), (64,), (128,), dtype=dtype) == 2
 
-    def f(x, wide):
-        tables = [(jnp.ones((1000, half)), jnp.ones((1000, half))) for half in (32, 64)]
-        narrow = qk_norm(x, LayerNorm(64, eps=1e-6), tables[0])
-        return narrow, qk_norm(wide, RMSNorm(128, eps=1e-6), tables[1])
 
-    text = compile_for(topology, f, (2, 1000, 3072), (1, 1000, 2048), dtype=dtype).as_text()
-    assert text.count("tpu_custom_call") == 2
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("topology", "widths"),
+    [("v6e:2x4", (256, 256))]
+    + [pytest.param(name, (3072, 2048), marks=pytest.mark.further) for name in ("v6e:2x4", "v5e:2x4", "v5p:2x2x1")],
+)
+def test_the_gradient_of_qk_norm_compiles(topology, widths, dtype):
+    shapes = *((2, 1000, width) for width in widths), (64,), (128,)
+    assert kernels(topology, gradient(both_qk_norms, 2), *shapes, dtype=dtype) == 4  # of which two are forward
+    assert kernels(topology, gradient(both_qk_norms, 4), *shapes, dtype=dtype) == 6
+
+
+def kernels(topology, f, *shapes, dtype):
+    """How many a compiled program has."""
+    return compile_for(topology, f, *shapes, dtype=dtype).as_text().count("tpu_custom_call")
+
+
+def gradient(f, count):
+    """Of the first arguments, from what f returns in place of its gradient."""
+
+    def of_first(*args):
+        returned, back = jax.vjp(lambda *first: f(*first, *args[count:]), *args[:count])
+        return back(tuple(y.at[0, 0].set(1) for y in returned))
+
+    return of_first
 
 
 @pytest.mark.parametrize("topology", ["v6e:2x4", "v5e:2x4", "v5p:2x2x1"])
