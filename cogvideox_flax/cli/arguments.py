@@ -337,7 +337,8 @@ def _add_plan(sub: argparse.ArgumentParser) -> None:
     which.add_argument("--release", metavar="NAME", help="a released model, such as cogvideox1.5-5b")
     which.add_argument("--model", help=_MODEL)
     sub.add_argument("--revision", help="branch, tag or commit of a hub id")
-    topology = "TPUs, such as v6e:2x4 (the default) or v5e:1x1; or a GPU: h100, h200, a100-40, a100-80, rtx4090"
+    topology = "TPUs, such as v6e:2x4 (the default), v5e:1x1 or, of two slices, 2xv6e:8x8; "
+    topology += "or a GPU: h100, h200, a100-40, a100-80, rtx4090"
     sub.add_argument("--topology", default="v6e:2x4", help=topology)
     sub.add_argument("--mesh", metavar="DP,SP,TP[,fsdp]", help="default: that of `generate --mesh auto`")
     for name, each in options("encode", "denoise", "decode").items():

@@ -55,7 +55,7 @@ from cogvideox_flax.io.paths import (
 from cogvideox_flax.plan import chip_of_device, choose_mesh
 from cogvideox_flax.runtime.multihost import hosts
 from cogvideox_flax.runtime.profiling import ProfilingOptions
-from cogvideox_flax.sharding import describe_mesh, make_mesh, parse_mesh
+from cogvideox_flax.sharding import describe_mesh, make_mesh, parse_mesh, slice_count
 
 log = logging.getLogger("cogvideox_flax")
 
@@ -181,7 +181,7 @@ def with_automatic_mesh(
         mesh = f"1,{n // parts},{parts}"
     else:
         assert run is not None
-        mesh = describe_mesh(choose_mesh(run, n, chip_of_device(devices[0])).mesh)
+        mesh = describe_mesh(choose_mesh(run, n, chip_of_device(devices[0]), slice_count(devices)).mesh)
         log.info("mesh %s (dp, sp, tp), as the planner says", mesh)
     return _on(choice, mesh, manifest)
 

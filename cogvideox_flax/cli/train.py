@@ -73,10 +73,11 @@ def plan_training(args: argparse.Namespace, manifest: Manifest) -> tuple[Finetun
     )
     job, candidates = FinetuneJob(config=config, manifest=manifest), []
     if args.mesh is None and args.topology not in GPUS:
-        chips = len(topology_devices(args.topology))
+        devices = topology_devices(args.topology)
+        chips = len(devices)
         dp = math.gcd(chips, config.batch)
         job = with_settings(job, mesh=f"{dp},{chips // dp},1")
-        candidates = [other for _, other in meshes(job, chips)]
+        candidates = [other for _, other in meshes(job, devices)]
     (job, target), first = on_topology(job, args.topology), None
     for candidate in [job, *(on_topology(other, args.topology)[0] for other in candidates)]:
         check_trainable(candidate, "the model")

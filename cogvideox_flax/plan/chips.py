@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
@@ -17,7 +18,8 @@ GIB = 2**30
 @dataclass(frozen=True)
 class Chip:
     """hbm: bytes that programs may use. Per second: flops of bfloat16 products; bytes of bandwidth and link; clock.
-    unit: rows and columns of a matrix unit."""
+    unit: rows and columns of a matrix unit. network: bytes per second to other slices, over the data centre's network.
+    """
 
     hbm: int
     flops: float
@@ -25,16 +27,19 @@ class Chip:
     link: float
     clock: float
     unit: int
+    network: float
 
 
 CHIPS = {
-    "v6e": Chip(int(31.25 * GIB), 918e12, 1640e9, 90e9, 1.75e9, 256),
-    "v5e": Chip(int(15.75 * GIB), 197e12, 819e9, 45e9, 1.5e9, 128),
-    "v5p": Chip(int(95.0 * GIB), 459e12, 2765e9, 90e9, 1.75e9, 128),
-    "v4": Chip(int(31.25 * GIB), 275e12, 1228e9, 45e9, 1.05e9, 128),
+    "v6e": Chip(int(31.25 * GIB), 918e12, 1640e9, 90e9, 1.75e9, 256, 12.5e9),
+    "v5e": Chip(int(15.75 * GIB), 197e12, 819e9, 45e9, 1.5e9, 128, 3.125e9),
+    "v5p": Chip(int(95.0 * GIB), 459e12, 2765e9, 90e9, 1.75e9, 128, 6.25e9),
+    "v4": Chip(int(31.25 * GIB), 275e12, 1228e9, 45e9, 1.05e9, 128, 6.25e9),
 }
 """Kind, as in the name of a topology -> chip. Clocks are derived from the matrix rate; a link's rate is the published
-one, for one direction of one link to a neighbour, and was not measured."""
+one, for one direction of one link to a neighbour, and was not measured. The network's rate was not measured either: of
+v5e and v6e it is a share of the pod's published one, 6.4 and 25.6 Tbit/s for 256 chips (cloud.google.com/tpu/docs); of
+v4 and v5p a quarter of 200 Gbit/s for a host of four chips, an assumption."""
 
 
 @dataclass(frozen=True)
@@ -94,23 +99,30 @@ GPUS = {
 """Name after --topology -> the GPU."""
 
 _TOPOLOGY = re.compile(r"\w+:\d{1,9}(x\d{1,9})*")
+_SLICES = re.compile(r"([1-9]\d{0,3})x(\w+:.*)")
 
 
 def chip_of(topology: str) -> Chip:
-    """The chip of a topology such as "v6e:2x4".
+    """The chip of a topology such as "v6e:2x4" or, of two slices, "2xv6e:8x8".
 
     Raises:
         InputError: an unknown kind.
     """
-    kind = topology.split(":")[0]
+    kind = _of_slice(topology)[1].split(":")[0]
     if kind not in CHIPS:
         known = f"{', '.join(CHIPS)}, as in v6e:2x4, and the GPUs {', '.join(GPUS)}"
         raise InputError(f"unknown chip {kind!r} in topology {topology!r}; known are {known}")
     return CHIPS[kind]
 
 
+def _of_slice(topology: str) -> tuple[int, str]:
+    """The number of slices, and the topology of each."""
+    found = _SLICES.fullmatch(topology)
+    return (int(found[1]), found[2]) if found else (1, topology)
+
+
 def topology_devices(topology: str) -> Sequence[jax.Device]:
-    """The chips of a topology such as "v6e:2x4", as compile targets.
+    """The chips of a topology as for `chip_of`, as compile targets.
 
     Raises:
         InputError: libtpu is missing or does not know the topology.
@@ -122,9 +134,11 @@ def topology_devices(topology: str) -> Sequence[jax.Device]:
     from jax.experimental import topologies
 
     # a host has a square of chips, or all of a smaller topology
-    sides = [int(n) for n in topology.split(":")[1].split("x")] if _TOPOLOGY.fullmatch(topology) else []
-    host = {"chips_per_host_bounds": (*sides, 1, 1)[:3]} if 1 in sides[:2] else {}
+    count, each = _of_slice(topology)
+    sides = [int(n) for n in each.split(":")[1].split("x")] if _TOPOLOGY.fullmatch(each) else []
+    options: dict[str, Any] = {"chips_per_host_bounds": (*sides, 1, 1)[:3]} if 1 in sides[:2] else {}
+    options |= {"num_slices": count} if count > 1 else {}
     try:
-        return topologies.get_topology_desc(topology, "tpu", **host).devices
+        return topologies.get_topology_desc(each, "tpu", **options).devices
     except (RuntimeError, ValueError, NotImplementedError) as e:
         raise InputError(f"no topology {topology!r}: {str(e).splitlines()[0]}; try v6e:2x4, v6e:1x1 or v5e:2x4") from e

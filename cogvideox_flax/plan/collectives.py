@@ -39,11 +39,45 @@ def collectives(program: Program) -> dict[str, Traffic]:
     """Kind -> traffic; kinds that do not occur are absent."""
     found: dict[str, Traffic] = defaultdict(Traffic)
     for _, op, times in program.run():
+        if (kind := kind_between_slices(op)) is not None:
+            found[f"{kind} between slices"] += traffic_between_slices(op, kind) * times
         for each in started_by(program, op):
             kind = kind_of(each)
             assert kind is not None
             found[kind] += _traffic(each, kind) * times
     return dict(found)
+
+
+TRANSFER = "recv"
+"""The operation with which libtpu waits for what other slices send, in the collectives that it splits into parts inside
+a slice and a part between slices."""
+
+_BETWEEN_SLICES = {
+    "ALL_REDUCE": "all-reduce",
+    "ALL_GATHER": "all-gather",
+    "REDUCE_SCATTER": "reduce-scatter",
+    "ALL_TO_ALL": "all-to-all",
+    "ONE_TO_ONE": "collective-permute",
+}
+
+
+def kind_between_slices(op: Op) -> str | None:
+    """The collective between slices that an operation receives; None for other operations."""
+    found = re.search(r'_xla_megascale_transfer_type="(\w+)"', op.text) if op.kind == TRANSFER else None
+    return _BETWEEN_SLICES[found[1]] if found else None
+
+
+def traffic_between_slices(op: Op, kind: str) -> Traffic:
+    """Of each device."""
+    target = re.search(r'_xla_megascale_target="\{*([\d,:]+)\}', op.text)  # "{1,2}x{0:3}": slices, devices of each
+    slices = sum(_count(part) for part in target[1].split(",")) if target else 1
+    received = max(sizes(op.type))
+    return _sent(received * (slices if kind == "reduce-scatter" else 1), kind, slices)
+
+
+def _count(numbers: str) -> int:
+    first, _, last = numbers.partition(":")
+    return int(last or first) - int(first) + 1
 
 
 _START, _DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"
@@ -101,7 +135,11 @@ def tensor_bytes(op: Op, kind: str) -> int:
 
 
 def _traffic(op: Op, kind: str) -> Traffic:
-    nbytes, n = tensor_bytes(op, kind), len(groups_of(op.text)[0])
+    return _sent(tensor_bytes(op, kind), kind, len(groups_of(op.text)[0]))
+
+
+def _sent(nbytes: int, kind: str, n: int) -> Traffic:
+    """Of a collective of tensors of this size between n devices."""
     share = {"all-reduce": 2 * (n - 1) / n, "collective-permute": 1.0}.get(kind, (n - 1) / n)
     return Traffic(1, nbytes, round(share * nbytes))
 

@@ -25,7 +25,13 @@ from cogvideox_flax.generate.run import ProgramCall, Run
 from cogvideox_flax.io.values import is_finite_number, short_repr
 from cogvideox_flax.models.sizes import Size
 from cogvideox_flax.plan.chips import GPUS, Chip, Gpu, chip_of, topology_devices
-from cogvideox_flax.plan.collectives import Traffic, collectives, started_by
+from cogvideox_flax.plan.collectives import (
+    Traffic,
+    collectives,
+    kind_between_slices,
+    started_by,
+    traffic_between_slices,
+)
 from cogvideox_flax.plan.flops import Flops, Shares, count_flops
 from cogvideox_flax.plan.gpu import (
     GPU_METHOD,
@@ -36,7 +42,7 @@ from cogvideox_flax.plan.gpu import (
     moved_bytes,
     usable_memory,
 )
-from cogvideox_flax.plan.hlo import Program
+from cogvideox_flax.plan.hlo import Op, Program
 from cogvideox_flax.plan.layout import suitable_layouts
 from cogvideox_flax.plan.timing import ATTENTION_RATES, CONVOLUTION_RATES, Part, parts, waits
 from cogvideox_flax.plan.wire import Links
@@ -57,8 +63,8 @@ PARTS = 20
 METHOD = (
     f"kernels at shares of the matrix rate (on a v6e {_RATES}; a matrix unit of half its size has those of twice the "
     "head size or channels); other operations by the compiler's cycles, or by their bytes "
-    "over the memory's rate if that is more; collectives by the bytes over the busiest link, less what the compiler's "
-    "schedule runs beside them"
+    "over the memory's rate if that is more; collectives by the bytes over the busiest link, and between slices by a "
+    "chip's bytes over its share of the data centre's network, less what the compiler's schedule runs beside them"
 )
 
 
@@ -171,7 +177,8 @@ def best_mesh(
     Raises:
         InputError: none fits, or the dtype is not supported.
     """
-    for layout in suitable_layouts(run, len(topology_devices(topology)), chip_of(topology)):
+    devices = topology_devices(topology)
+    for layout in suitable_layouts(run, len(devices), chip_of(topology), sharding.slice_count(devices)):
         stages = forecast(run, topology, layout.mesh, ["denoise"])
         report(layout.mesh, None)
         (stage,) = stages
@@ -290,8 +297,16 @@ def analyse(
     peak = bytes_needed(memory)
     hlo = Program(text, shares)
     traffic = collectives(hlo)
-    links = Links([] if on is None else [device.coords for device in on.devices.flat])
-    wire_s, hidden_s = waits(hlo, chip, lambda op: sum(map(links.busiest_bytes, started_by(hlo, op))) / chip.link)
+    chips = [] if on is None else list(on.devices.flat)
+    slices = 1 if on is None else on.shape.get(sharding.SLICE, 1)
+    links = Links([chip.coords for chip in chips[: len(chips) // slices]])  # all slices are alike
+
+    def link_seconds(op: Op) -> float:
+        if (kind := kind_between_slices(op)) is not None:
+            return traffic_between_slices(op, kind).wire_bytes / chip.network
+        return sum(map(links.busiest_bytes, started_by(hlo, op))) / chip.link
+
+    wire_s, hidden_s = waits(hlo, chip, link_seconds)
     listed = parts(hlo, chip)
     kernels, outside = (sum(part.seconds for part in listed if part.in_kernel == inside) for inside in (True, False))
     return StageForecast(

@@ -34,13 +34,14 @@ class Layout:
     nbytes: int
 
 
-def meshes(devices: int) -> list[tuple[int, int, int]]:
-    """Every (dp, sp, tp) over this number of devices."""
+def meshes(devices: int, slices: int = 1) -> list[tuple[int, int, int]]:
+    """Every (dp, sp, tp) over this number of devices, with sp and tp inside each of so many slices."""
     parts = [n for n in range(1, devices + 1) if devices % n == 0]
-    return [(dp, sp, devices // dp // sp) for dp in parts for sp in parts if devices % (dp * sp) == 0]
+    found = [(dp, sp, devices // dp // sp) for dp in parts for sp in parts if devices % (dp * sp) == 0]
+    return [mesh for mesh in found if mesh[0] % slices == 0]
 
 
-def layouts(run: Run, devices: int, chip: Chip, fsdp: bool = False) -> list[Layout]:
+def layouts(run: Run, devices: int, chip: Chip, slices: int = 1, fsdp: bool = False) -> list[Layout]:
     """All meshes that can serve this run, the fastest first.
 
     fsdp: split weights over dp and sp too.
@@ -50,7 +51,7 @@ def layouts(run: Run, devices: int, chip: Chip, fsdp: bool = False) -> list[Layo
     all_heads = manifest.model.heads.values()
     bytes_each = 1 if manifest.quantized(manifest.model.denoiser) else jnp.dtype(run.dtype).itemsize
     found = []
-    for dp, sp, tp in meshes(devices):
+    for dp, sp, tp in meshes(devices, slices):
         if batch % dp or any(heads % tp for heads in all_heads):
             continue
         local_channels = batch // dp * work.tokens / sp * work.width  # tokens times channels on a device
@@ -79,19 +80,27 @@ def layouts(run: Run, devices: int, chip: Chip, fsdp: bool = False) -> list[Layo
     return sorted(found, key=lambda layout: layout.seconds)
 
 
-def choose_mesh(run: Run, devices: int, chip: Chip) -> Layout:
+def choose_mesh(run: Run, devices: int, chip: Chip, slices: int = 1) -> Layout:
     """The first of `suitable_layouts`."""
-    return suitable_layouts(run, devices, chip)[0]
+    return suitable_layouts(run, devices, chip, slices)[0]
 
 
-def suitable_layouts(run: Run, devices: int, chip: Chip) -> list[Layout]:
+def suitable_layouts(run: Run, devices: int, chip: Chip, slices: int = 1) -> list[Layout]:
     """The meshes over all devices on which the share of weights and activations fits: the fastest first, and those that
     split weights (FSDP) after all others.
+
+    Args:
+        slices: of which the devices are.
 
     Raises:
         InputError: none fits.
     """
-    found = layouts(run, devices, chip) + layouts(run, devices, chip, fsdp=True)
+    found = layouts(run, devices, chip, slices) + layouts(run, devices, chip, slices, fsdp=True)
+    if not found:
+        raise InputError(
+            f"a batch of {run.denoiser_batch} (prompts, twice with guidance) does not divide over {slices} slices; "
+            "take one slice, or more prompts"
+        )
     if fits := [layout for layout in found if layout.nbytes <= _USABLE_MEMORY * chip.hbm]:
         return fits
     least = min(layout.nbytes for layout in found)

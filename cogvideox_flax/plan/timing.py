@@ -5,8 +5,8 @@ longer; any other operation takes the time to move its bytes. The compiler has n
 its own cost estimate at the share of the matrix rate that its static schedule reaches, or the time to move its bytes.
 
 Operations run one after the other, in the order of the compiler's schedule. Only an asynchronous collective runs beside
-those between its start and its end, and one inside a fusion beside what else the fusion does; collectives wait for each
-other.
+those between its start and its end, and one inside a fusion beside what else the fusion does; collectives inside a
+slice wait for each other, and so do those between slices.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from math import prod
 
 from cogvideox_flax.nn.conv import tpu_kernel
 from cogvideox_flax.plan.chips import Chip
-from cogvideox_flax.plan.collectives import KINDS, channel_of, role_of
+from cogvideox_flax.plan.collectives import KINDS, TRANSFER, channel_of, role_of
 from cogvideox_flax.plan.hlo import Op, Program, sizes
 
 CONVOLUTION_RATES = {128: 0.64, 256: 0.93}
@@ -54,7 +54,17 @@ def attention_rate(head_dim: int, rates: dict[int, float], unit: int = UNIT) -> 
 
 _OTHER_KERNEL = 0.2  # such as stock attention
 
-FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "iota"}
+_TRANSFERS = {"send", "send-done", "recv", "recv-done"}  # between slices
+FREE = _TRANSFERS | {
+    "parameter",
+    "constant",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "after-all",
+    "partition-id",
+    "iota",
+}
 _PRODUCTS = {"convolution", "dot"}
 
 
@@ -102,12 +112,12 @@ class _Timeline:
     """Of one run of a computation, in seconds from its begin.
 
     now: when what has been seen so far has ended.
-    links_free: when the collectives so far have ended.
+    links_free: when the collectives so far have ended: those inside a slice, and those between slices.
     ends: when each asynchronous collective ends.
     """
 
     now: float = 0.0
-    links_free: float = 0.0
+    links_free: list[float] = field(default_factory=lambda: [0.0, 0.0])
     ends: dict[str, float] = field(default_factory=dict)
 
 
@@ -123,12 +133,13 @@ def waits(program: Program, chip: Chip, link_seconds: Callable[[Op], float]) -> 
         begin = line.now
         if seconds:
             in_all += times * seconds
-            line.links_free = max(line.now, line.links_free) + seconds
-            if op.kind.endswith("-start") or role_of(program, op) == "start":
-                line.ends[channel_of(program, op) if op.kind == "fusion" else op.name] = line.links_free
+            crosses = op.kind == TRANSFER
+            end = line.links_free[crosses] = max(line.now, line.links_free[crosses]) + seconds
+            if crosses or op.kind.endswith("-start") or role_of(program, op) == "start":
+                line.ends[channel_of(program, op) if op.kind == "fusion" else op.name] = end
                 continue
             own = _seconds(program, ops, op, chip)  # of a fusion
-            line.now = max(line.now + own, line.links_free)
+            line.now = max(line.now + own, end)
             begin += own
         elif (done := _ended_by(program, op)) in line.ends:
             line.now = max(line.now, line.ends.pop(done))

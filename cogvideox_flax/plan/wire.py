@@ -21,7 +21,7 @@ Message = tuple[Place, Place, float]
 
 
 class Links:
-    """What a mesh's collectives send over its links. places: grid coordinates of its devices."""
+    """What a mesh's collectives send over its links, inside a slice. places: grid coordinates of its devices."""
 
     def __init__(self, places: Sequence[Place]):
         self._load = cache(lambda text, kind, nbytes: busiest(_messages(text, kind, nbytes, places)))

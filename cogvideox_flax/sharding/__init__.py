@@ -26,6 +26,7 @@ from cogvideox_flax.sharding.tables import (
     AXES,
     REPLICATED,
     RULES,
+    SLICE,
     MeshShape,
     ParameterRows,
     check_batch,
@@ -42,6 +43,7 @@ from cogvideox_flax.sharding.tables import (
     parameter_name,
     parameter_sharding,
     parse_mesh,
+    slice_count,
     split_tokens,
 )
 
@@ -49,6 +51,7 @@ __all__ = [
     "AXES",
     "REPLICATED",
     "RULES",
+    "SLICE",
     "JointQKV",
     "MeshShape",
     "Padding",
@@ -74,6 +77,7 @@ __all__ = [
     "parameter_sharding",
     "parse_mesh",
     "sequence_parallel_attention",
+    "slice_count",
     "spatial_constrain",
     "spatial_layout",
     "spatial_parallel_conv",

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from cogvideox_flax.sharding.tables import AXES, RULES
+from cogvideox_flax.sharding.tables import AXES, mesh_axes
 
 log = logging.getLogger(__name__)
 
@@ -135,11 +135,12 @@ def spatial_layout(
 
 def _choose(sizes: Mapping[str, int], shape: tuple[int, ...], factor: int = 1) -> tuple[_Names, _Names, _Names]:
     """The mesh axes that split the batch, rows and columns. sizes: of the mesh axes."""
-    batch = RULES["batch"]
-    split_batch = shape[0] > 1 and shape[0] % sizes[batch] == 0
-    free = {name: n for name, n in sizes.items() if n > 1 and not (split_batch and name == batch)}
+    batch = mesh_axes(sizes, "batch")
+    if shape[0] == 1 or shape[0] % math.prod(sizes[name] for name in batch):
+        batch = ()
+    free = {name: n for name, n in sizes.items() if n > 1 and name not in batch}
     rows, columns = _split(shape[HEIGHT] // factor, shape[WIDTH] // factor, tuple(free.items()))
-    return (batch,) if split_batch else (), rows, columns
+    return batch, rows, columns
 
 
 def image_mesh(mesh: Mesh, shape: tuple[int, ...]) -> Mesh:

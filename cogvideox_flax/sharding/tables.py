@@ -1,5 +1,8 @@
 """The mesh and the sharding tables: logical axis -> mesh axis here, parameter -> logical axes in each family's rows.
 
+Over several TPU slices, the outer part of dp is a mesh axis of its own: the batch is split over both, and only sums and
+gathers over the batch leave a slice.
+
 Weights are split over tp. On a mesh made with `fsdp`, large weights are also split over dp and sp, along the axis that
 the rows call "stored"; a layer's weights are gathered when it computes (`layer_weights`), as in ZeRO-3 (arXiv
 1910.02054).
@@ -9,7 +12,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -25,6 +29,9 @@ AXES = ("dp", "sp", "tp")
 
 FSDP = "fsdp"
 """A mesh axis of size 1, which marks a mesh whose weights are split over dp and sp too."""
+
+SLICE = "slice"
+"""The mesh axis of TPU slices, which the slower network of the data centre connects; only on meshes over several."""
 
 RULES: dict[str, str] = {"batch": "dp", "tokens": "sp", "heads": "tp", "hidden": "tp"}
 """Logical axis -> mesh axis, for activations and for weights during computation."""
@@ -54,14 +61,15 @@ def make_mesh(
     *,
     devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
-    """A mesh over the first dp * sp * tp devices.
+    """A mesh over the first dp * sp * tp devices. Over several TPU slices it has one more axis, `SLICE`, outside of dp,
+    and its axis dp is that of one slice.
 
     Args:
         fsdp: split large weights over dp and sp as well (fully sharded data parallelism). Each device then holds
             1 / (dp * sp * tp) of them, and a layer's weights are gathered whenever it computes.
 
     Raises:
-        InputError: a size below 1, or more devices than there are.
+        InputError: a size below 1, more devices than there are, or sp or tp over several slices.
     """
     devices = find_devices() if devices is None else devices
     need = dp * sp * tp
@@ -69,6 +77,8 @@ def make_mesh(
         raise InputError(f"mesh dp={dp} sp={sp} tp={tp} needs {need} devices; there are {len(devices)}")
     names, shape = (AXES, (dp, sp, tp)) if not fsdp else ((*AXES, FSDP), (dp, sp, tp, 1))
     kinds = (AxisType.Auto,) * len(shape)
+    if (slices := slice_count(devices[:need])) > 1:
+        return _mesh_over_slices(names, shape, slices, devices[:need])
     if need < len(devices):  # part of a slice: no topology to order the devices by
         return Mesh(np.array(devices[:need]).reshape(shape), names, axis_types=kinds)
     try:
@@ -76,6 +86,32 @@ def make_mesh(
     except NotImplementedError:  # a mesh axis longer than any axis of the slice
         ordered = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
         return Mesh(ordered, names, axis_types=kinds)
+
+
+def slice_count(devices: Sequence[jax.Device]) -> int:
+    """The number of TPU slices that devices are of; 1 for other devices."""
+    return len({getattr(device, "slice_index", 0) if device.platform == "tpu" else 0 for device in devices})
+
+
+def _mesh_over_slices(names: tuple[str, ...], shape: tuple[int, ...], slices: int, devices: Sequence[Any]) -> Mesh:
+    """The mesh of `make_mesh` whose dp is split into slices and what is inside one."""
+    dp, sp, tp = shape[:3]
+    sizes = Counter(device.slice_index for device in devices)
+    if dp % slices or len(set(sizes.values())) > 1:
+        count = min(sizes.values())  # of the devices of a slice
+        tp_inside = tp if count % tp == 0 else 1
+        work = [
+            f"{slices * count // (n * tp_inside)},{n},{tp_inside}"
+            for n in range(1, count + 1)
+            if count % (n * tp_inside) == 0
+        ]
+        raise InputError(
+            f"mesh dp={dp} sp={sp} tp={tp} does not fit {slices} slices with {', '.join(map(str, sizes.values()))} of "
+            "its devices: sp and tp stay inside a slice, and dp is as large in each; expected one of " + "; ".join(work)
+        )
+    inside, outside = (1, dp // slices, *shape[1:]), (slices, *[1] * len(shape))
+    ordered = mesh_utils.create_hybrid_device_mesh(inside, outside, devices, allow_split_physical_axes=True)
+    return Mesh(ordered, (SLICE, *names), axis_types=(AxisType.Auto,) * ordered.ndim)
 
 
 def parse_mesh(text: str) -> MeshShape:
@@ -143,14 +179,18 @@ def spec_of(mesh: Mesh | jax.sharding.AbstractMesh, axes: Axes, shape: tuple[int
     Raises:
         InputError: an axis does not divide over the mesh.
     """
-    names = [_mesh_axes(mesh, axis) for axis in axes]
+    names = [mesh_axes(mesh.axis_names, axis) for axis in axes]
     for size, name in zip(shape, names, strict=False):
         parts = math.prod(mesh.shape[n] for n in name)
         if size % parts:
             raise InputError(
                 f"{what} of shape {shape}: {size} does not divide over mesh axis {' x '.join(name)} of size {parts}"
             )
-    return PartitionSpec(*(name if len(name) > 1 else name[0] if name else None for name in names))
+    return PartitionSpec(*map(_spec_entry, names))
+
+
+def _spec_entry(names: tuple[str, ...]) -> Any:
+    return names if len(names) > 1 else names[0] if names else None
 
 
 def dividing_spec(mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...]) -> PartitionSpec:
@@ -164,9 +204,12 @@ def dividing_spec(mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...]) -> Pa
     )
 
 
-def _mesh_axes(mesh: Any, axis: str | None) -> tuple[str, ...]:
+def mesh_axes(names: Collection[str], axis: str | None) -> tuple[str, ...]:
+    """The axes, of those of a mesh with these names, over which a logical axis is split."""
     if axis == "stored":
-        return STORED if FSDP in mesh.axis_names else ()
+        return STORED if FSDP in names else ()
+    if axis == "batch" and SLICE in names:
+        return SLICE, RULES[axis]
     return (RULES[axis],) if axis else ()
 
 
@@ -182,7 +225,7 @@ def on_each_shard(f: Callable[..., Array], axes: Sequence[Axes], result: Axes) -
         if mesh.empty or mesh.size == 1:
             return f(*args)
         specs = tuple(spec_of(mesh, names, x.shape, "array") for names, x in zip(axes, args, strict=True))
-        out = PartitionSpec(*(RULES[name] if name else None for name in result))
+        out = PartitionSpec(*(_spec_entry(mesh_axes(mesh.axis_names, name)) for name in result))
         return jax.shard_map(f, in_specs=specs, out_specs=out, check_vma=False)(*args)
 
     return run
@@ -226,7 +269,7 @@ def split_tokens(x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
     return constrain(x, "batch", "tokens", None)
 
 
-def devices_of(axis: str) -> int:
-    """The number of devices over which the current mesh splits a logical axis; 1 without a mesh."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return 1 if mesh.empty else mesh.shape[RULES[axis]]
+def devices_of(axis: str, mesh: Mesh | None = None) -> int:
+    """The number of devices over which a mesh splits a logical axis; default: the current one, 1 if there is none."""
+    on = mesh or jax.sharding.get_abstract_mesh()
+    return 1 if on.empty else math.prod(on.shape[name] for name in mesh_axes(on.axis_names, axis))

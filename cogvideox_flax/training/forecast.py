@@ -7,7 +7,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -323,21 +323,24 @@ def smaller(job: FinetuneJob, target: Target) -> Iterator[tuple[list[str], Finet
         if config.batch % accumulate == 0 and config.batch // accumulate % dp == 0:
             yield [*words, f"loop.accumulate = {accumulate}"], _accumulating(job, accumulate)
     devices = job.devices or (jax.devices() if target.attached else [])
-    for mesh, other in meshes(job, len(devices)):
+    for mesh, other in meshes(job, devices):
         accumulate = other.config.loop.accumulate
         more = [f"loop.accumulate = {accumulate}"] if accumulate != config.loop.accumulate else []
         yield [*words, f'mesh = "{mesh}"', *more], other
 
 
-def meshes(job: FinetuneJob, devices: int) -> Iterator[tuple[str, FinetuneJob]]:
+def meshes(job: FinetuneJob, devices: Sequence[jax.Device]) -> Iterator[tuple[str, FinetuneJob]]:
     """The job on other meshes over all devices, of those with one clip at a time for each part of dp: first those that
     only split tokens more, then those that split the weights too."""
     config = job.config
     dp, _, tp, *_ = (1, 1, 1) if config.mesh is None else sharding.parse_mesh(config.mesh)
+    count, slices = len(devices), sharding.slice_count(devices)
     for fsdp in ("", ",fsdp"):
         for parts in range(dp, 0, -1):
-            mesh = f"{parts},{devices // (parts * tp)},{tp}{fsdp}"
-            if dp % parts == 0 and devices % (parts * tp) == 0 and devices > 1 and mesh != config.mesh:
+            mesh = f"{parts},{count // (parts * tp)},{tp}{fsdp}"
+            if dp % parts or parts % slices or count % (parts * tp):
+                continue
+            if count > 1 and mesh != config.mesh:
                 yield mesh, _accumulating(with_settings(job, mesh=mesh), config.batch // parts)
 
 

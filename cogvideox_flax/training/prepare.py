@@ -171,6 +171,6 @@ def _encode_texts(
 
 def _dp_groups(indices: Sequence[int], mesh: Mesh | None) -> list[tuple[list[int], int]]:
     """Batches with one index per dp device, each with its count. The last index fills up the last batch."""
-    size = mesh.shape["dp"] if mesh is not None else 1
+    size = 1 if mesh is None else sharding.devices_of("batch", mesh)
     groups = [list(indices[i : i + size]) for i in range(0, len(indices), size)]
     return [(group + group[-1:] * (size - len(group)), len(group)) for group in groups]

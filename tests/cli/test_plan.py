@@ -25,6 +25,7 @@ from cogvideox_flax.plan import best_mesh, choose_mesh, forecast, meshes
 from cogvideox_flax.plan.chips import CHIPS, topology_devices
 from cogvideox_flax.plan.collectives import Traffic, collectives, groups_of, started_by
 from cogvideox_flax.plan.flops import Flops, count_flops
+from cogvideox_flax.plan.forecasting import analyse
 from cogvideox_flax.plan.hlo import Program, sizes
 from cogvideox_flax.plan.layout import suitable_layouts
 from cogvideox_flax.plan.timing import ATTENTION_RATES, BACKWARD_RATES, parts, waits
@@ -251,6 +252,7 @@ def test_what_does_not_fit_is_said(run, monkeypatch):
 
 def test_meshes_are_all_factorings():
     assert len(meshes(8)) == 10 and all(a * b * c == 8 for a, b, c in meshes(8))
+    assert meshes(8, slices=4) == [(4, 1, 2), (4, 2, 1), (8, 1, 1)]
 
 
 def layout_of(release, frames, height, width, devices, guidance_scale=6.0):
@@ -298,6 +300,8 @@ def test_the_best_mesh_alone_is_compiled_and_the_next_where_it_does_not_fit(run,
         ("v6e:2x4", (4, 4, 1), "needs 16 devices; there are 8"),
         ("v9z:2x4", (1, 1, 1), "unknown chip 'v9z'"),
         ("v6e:3x9x1", (1, 1, 1), "no topology"),
+        ("0xv6e:2x2", (1, 1, 1), "unknown chip '0xv6e'"),
+        ("2xv6e:2x2", (1, 8, 1), "does not fit 2 slices"),
         (f"v6e:{'9' * 5000}x1", (1, 1, 1), "no topology"),
     ],
 )
@@ -319,6 +323,32 @@ def test_command(run, capsys):
     assert "encode x2" in capsys.readouterr().out
     assert cli.main(["plan", "--release", "cogvideox-5b", "--mesh", "1,1,1", "--height", "481", "--quiet"]) == 2
     assert "height is 481" in capsys.readouterr().err
+
+
+def test_gradients_are_summed_inside_slices_and_then_between_them(run):
+    """Weights of 4 MiB, on two slices of four chips: a chip sends a quarter of the sum of its slice, and gets one."""
+    chip, nbytes = CHIPS["v6e"], 4 * 1024 * 1024
+    mesh, P = sharding.make_mesh(8, 1, 1, devices=topology_devices("2xv6e:2x2")), PartitionSpec
+    w = jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=NamedSharding(mesh, P()))
+    x = jax.ShapeDtypeStruct((64, 1024), jnp.float32, sharding=sharding.named(mesh, ("batch", None), (64, 1024), "x"))
+    step = jax.jit(jax.grad(lambda w, x: jnp.square(jnp.tanh(x @ w)).mean()), out_shardings=w.sharding)
+    how = {"on": mesh, "chip": chip, "runs": 1, "flops": 0, "compile_s": 0.0}
+    found = analyse("step", step.lower(w, x).compile(), **how)
+    assert found.collectives["all-reduce between slices"] == Traffic(1, nbytes // 4, nbytes // 4)
+    assert found.collectives["reduce-scatter"].tensor_bytes == found.collectives["all-gather"].tensor_bytes == nbytes
+    inside = 2 * 3 / 4 * nbytes / chip.link
+    assert found.wire_s + found.hidden_s == pytest.approx(inside + nbytes / 4 / chip.network)
+
+
+@pytest.mark.further
+def test_weights_are_gathered_inside_slices(run, capsys):
+    command = ["plan", "--train", "--topology", "2xv6e:2x2", "--mesh", "8,1,1,fsdp", "--method", "full", "--batch", "8"]
+    assert cli.main([*command, "--num-frames", "9", "--json", "--quiet"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["stages"]
+    weights = sum(leaf.size for leaf in jax.tree.leaves(run.manifest.abstract("transformer"))) * 4
+    between = {kind: traffic for kind, traffic in row["collectives"].items() if kind.endswith("between slices")}
+    assert list(between) == ["all-reduce between slices"]
+    assert weights / 4 < between["all-reduce between slices"]["tensor_bytes"] < 1.5 * weights / 4
 
 
 def test_a_training_step(run, capsys):

@@ -8,12 +8,14 @@ import socket
 import subprocess
 import sys
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from cogvideox_flax import CogVideoXPipeline, sharding
 from cogvideox_flax.attention import TileSizes, attend, xla
@@ -305,6 +307,50 @@ def test_fsdp_weights_are_gathered_layer_by_layer(native):
     # float32, each device's part of them over tp: no layer's twice, none that is not needed
     wanted = 4 * sum(v.size // (1 if ".norm" in n else 2) for n, v in parameters(model).items() if v.ndim == 3)
     assert wanted <= gathered.tensor_bytes <= 1.2 * wanted
+
+
+@dataclass(frozen=True)
+class Chip:
+    """A chip of a TPU, as JAX's meshes know it."""
+
+    id: int
+    slice_index: int
+    coords: tuple[int, int, int]
+    platform: str = "tpu"
+    device_kind: str = "TPU v6 lite"
+    process_index: int = 0
+    core_on_chip: int = 0
+
+
+CHIPS = [Chip(8 * s + 4 * y + x, s, (x, y, 0)) for s in range(2) for y in range(2) for x in range(4)]
+"""Two slices of 2x4."""
+
+
+def test_a_mesh_over_slices():
+    for mesh in ((4, 2, 2), (2, 8, 1, True)):
+        on = sharding.make_mesh(*mesh, devices=CHIPS)
+        dp, sp, tp, *_ = mesh
+        assert list(on.shape.items())[:4] == [("slice", 2), ("dp", dp // 2), ("sp", sp), ("tp", tp)]
+        assert [[chip.slice_index for chip in part.flat] for part in on.devices] == [[0] * 8, [1] * 8]
+        places = [[chip.coords for chip in part.flat] for part in on.devices]
+        assert places[0] == places[1]
+        assert sharding.devices_of("batch", on) == dp
+        assert sharding.named(on, ("batch", "tokens"), (4, 8), "x").spec == PartitionSpec(("slice", "dp"), "sp")
+        assert (sharding.tables.FSDP in on.axis_names) == (len(mesh) == 4)
+    assert sharding.make_mesh(2, 4, 1, devices=CHIPS).axis_names == sharding.AXES  # inside the first slice
+    assert sharding.slice_count(jax.devices()) == 1
+
+
+@pytest.mark.parametrize(
+    ("mesh", "expected"), [((1, 16, 1), "16,1,1; 8,2,1; 4,4,1; 2,8,1"), ((1, 8, 2), "8,1,2; 4,2,2")]
+)
+def test_tokens_and_heads_stay_inside_a_slice(mesh, expected):
+    with pytest.raises(
+        InputError, match=rf"does not fit 2 slices with 8, 8 of its devices: .*; expected one of {expected}"
+    ):
+        sharding.make_mesh(*mesh, devices=CHIPS)
+    with pytest.raises(InputError, match=r"2 slices with 8, 4 of its devices"):
+        sharding.make_mesh(4, 3, 1, devices=CHIPS)
 
 
 @pytest.mark.parametrize("text", ["2,4", "2,4,1,whole", "2,4,fsdp", "2,4,1,1", "fsdp", "2,4,1 fsdp"])

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cogvideox_flax import sharding
@@ -42,6 +42,7 @@ from cogvideox_flax.runtime.terminal import duration_text
 from cogvideox_flax.schedulers import DDIMScheduler
 from cogvideox_flax.schedulers.config import SchedulerConfig
 from cogvideox_flax.sharding import make_mesh
+from cogvideox_flax.sharding.tables import FSDP
 from cogvideox_flax.training import loop, snapshots
 from cogvideox_flax.training.config import LoopConfig, OptimizerConfig
 from cogvideox_flax.training.latent_cache import prepare
@@ -265,6 +266,21 @@ def test_sharded_training_is_the_same(tmp_path, trained, shape):
     resumed = train(models(), denoise, denoise_batches, SHORT, tmp_path, mesh=mesh)
     for ours, theirs in zip(jax.tree.leaves(resumed), jax.tree.leaves(sharded), strict=True):
         assert np.array_equal(ours, theirs) and ours.sharding.is_equivalent_to(theirs.sharding, ours.ndim)
+
+
+@pytest.mark.further
+@pytest.mark.parametrize("axes", [sharding.AXES, (*sharding.AXES, FSDP)], ids=["", "fsdp"])
+def test_training_over_slices_is_the_same(tmp_path, trained, axes):
+    """On devices as of two TPU slices: weights are split inside each, clips over both."""
+    sizes = (2, 2, 1, 2, 1)[: 1 + len(axes)]
+    mesh = Mesh(
+        np.array(jax.devices()).reshape(sizes), (sharding.SLICE, *axes), axis_types=(AxisType.Auto,) * len(sizes)
+    )
+    sharded = train(models(), denoise, denoise_batches, SHORT, tmp_path, mesh=mesh)
+    q = sharded.params["transformer"].blocks.attn.q.kernel[...]
+    assert tuple(q.sharding.spec) == (None, ("dp", "sp") if FSDP in axes else None, "tp")
+    for name, value in parameters(sharded.params).items():
+        np.testing.assert_allclose(value, parameters(trained.params)[name], atol=3e-5, err_msg=name)
 
 
 def test_bfloat16_trains_float32_weights(tmp_path, trained):
