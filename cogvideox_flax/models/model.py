@@ -160,15 +160,17 @@ class TrainingRecipe:
 
     Attributes:
         timesteps: the law of the timesteps.
-        image_noise: mean and standard deviation of the logarithm of sigma, the noise in an image's pixels; None: it has
-            none.
+        image_noise: mean and standard deviation of the logarithm of sigma, the noise in the pixels of an image or of a
+            masked clip; None: it has none.
         image_dropout: share of clips that are trained without their image.
+        mask_dropout: share of the clips that are masked all over whose condition is zeros, as in inference from text.
         source: where it is published.
     """
 
     timesteps: TimestepLaw = field(default_factory=TimestepLaw)
     image_noise: tuple[float, float] | None = None
     image_dropout: float = 0.0
+    mask_dropout: float = 0.0
     source: str = ""
 
 
@@ -249,6 +251,8 @@ class VisualInput:
         mask_channels: how many channels the feature has more than latents. Above 0, the frames are those of a whole
             video with a fourth channel, the mask: 1 where it is made anew, else -1. With input "image" the video is
             that image (and last_image), masked elsewhere; with "mask_video" it is the request's video and mask.
+        encode_masked: as `encode`, in training: (module, video, mask, standard normal noise, statistics=). None for
+            inputs without a mask.
         frame_size: height and width that the frames, cropped to the video's aspect ratio, are resized to (bicubic);
             None: the video's own.
         shape: of one item's result, where that is not latents.
@@ -262,6 +266,7 @@ class VisualInput:
     required: bool = False
     noise: Literal["latents", "frames"] | None = "latents"
     mask_channels: int = 0
+    encode_masked: Callable[..., Float32[Array, "B T h w C"]] | None = None
     frame_size: tuple[int, int] | None = None
     shape: tuple[int, ...] | None = None
 

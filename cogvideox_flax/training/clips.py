@@ -6,9 +6,13 @@ clips/more/d.mov  clips/more/d.txt  subfolders too; names with a leading dot are
 clips/videos/a.mp4  clips/labels/a.txt     or captions in a folder of their own
 clips/captions.jsonl                or all captions in one file, a line per clip (or metadata.jsonl):
                                     {"file": "a.mp4", "caption": "a red kite over the sea"}
+clips/metadata.json                 or a list of such objects
 clips/metadata.csv                  or the same as columns, with a first line of their names
 clips/videos.txt  clips/prompts.txt        or a line per clip in both
 clips/e.jpg  clips/e.txt            an image, where clips of one frame are trained on
+
+A control model needs a control clip for each, as long as it and of its aspect ratio: a.control.mp4 beside a.mp4 (any
+kind of video, or a directory a.control); control/a.mp4 beside videos/ and labels/; or the key "control" of a table.
 """
 
 from __future__ import annotations
@@ -45,15 +49,19 @@ SUFFIXES = (
 )
 """Of files that are clips whether they have a caption or not; with one, a file of any name is."""
 
-TABLES = ("captions.jsonl", "metadata.jsonl", "metadata.csv")
-"""Files of all captions: JSON lines, or columns."""
+TABLES = ("captions.jsonl", "metadata.jsonl", "metadata.json", "metadata.csv")
+"""Files of all captions: JSON lines, a JSON list, or columns."""
 
 VIDEOS, PROMPTS = "videos.txt", "prompts.txt"
 """The same as two files, a line per clip in each."""
 
-FILE_KEYS = ("file", "file_name", "file_path", "video")
+FILE_KEYS = ("file", "file_name", "file_path", "video", "video_path")
 CAPTION_KEYS = ("caption", "text", "prompt")
+CONTROL_KEYS = ("control", "control_file_path", "control_path")
 """Names in a table; the first of them that is there counts."""
+
+CONTROL = ".control"
+"""Ends the name of a clip's control clip, before the suffix."""
 
 MAX_NAMED = 5
 """Files that a warning names."""
@@ -64,6 +72,7 @@ class Clip:
     """A video (a file, a directory of PNGs, or an image) and its caption.
 
     name: its path inside the folder of clips.
+    control: its control clip, for control models.
     num_frames: at the frame rate of the model.
     height, width: pixels of the file.
     """
@@ -71,9 +80,19 @@ class Clip:
     path: Path
     name: str
     caption: str
+    control: Path | None = None
     num_frames: int = 0
     height: int = 0
     width: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Its fields as JSON values."""
+        return vars(self) | {"path": str(self.path), "control": self.control and str(self.control)}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Clip:
+        """The inverse of `to_json`."""
+        return cls(**{**values, **{name: values[name] and Path(values[name]) for name in ("path", "control")}})
 
 
 class StillImage(ImageSequence):
@@ -91,16 +110,18 @@ def _open(path: Path, num_frames: int) -> StoredVideo:
     return StillImage(path) if num_frames == 1 and _is_image(path) else open_video(path)
 
 
-def find_clips(folder: Path, num_frames: int, fps: float) -> list[Clip]:
+def find_clips(folder: Path, num_frames: int, fps: float, *, control: bool = False) -> list[Clip]:
     """The clips of a folder, in the order of their names. Nothing is decoded yet.
 
     Args:
         num_frames: how long a clip must be at least, at `fps` frames per second. At 1, an image with a caption of its
             own is a clip too.
+        control: each clip needs a control clip.
 
     Raises:
         InputError: there are no clips; or some have faults, all in one message: a caption that is missing or empty, a
-            video that is missing, unreadable or too short, a file name that leaves the folder.
+            video that is missing, unreadable or too short, a file name that leaves the folder, a control clip that is
+            missing, shorter than its clip or of another aspect ratio.
     """
     if not folder.is_dir():
         raise InputError(f"there is no folder of clips {folder}; expected videos with a caption each (NAME.txt)")
@@ -109,7 +130,10 @@ def find_clips(folder: Path, num_frames: int, fps: float) -> list[Clip]:
         tables.append(f"{VIDEOS} with {PROMPTS}")
     if len(tables) > 1:
         raise InputError(f"{folder} holds both {' and '.join(tables[:2])}; keep one")
-    clips, faults = _read_caption_table(folder, tables[0]) if tables else _read_caption_files(folder, num_frames == 1)
+    if tables:
+        clips, faults = _read_caption_table(folder, tables[0], control)
+    else:
+        clips, faults = _read_caption_files(folder, num_frames == 1, control)
     seen = []
     for clip in clips:
         try:
@@ -124,12 +148,15 @@ def find_clips(folder: Path, num_frames: int, fps: float) -> list[Clip]:
 
 
 def clip_contents(clips: Sequence[Clip]) -> list[Contents]:
-    """Hash the contents of each clip, all files at once.
+    """Hash the contents of each clip, of its control clip too, all files at once.
 
     Raises:
         CheckpointError: a file cannot be read.
     """
-    files = [sorted(_open(clip.path, clip.num_frames).files) for clip in clips]
+    files = []
+    for clip in clips:
+        paths = [clip.path] if clip.control is None else [clip.path, clip.control]
+        files.append([file for path in paths for file in sorted(_open(path, clip.num_frames).files)])
     hashes = iter(content_hashes([path for each in files for path in each]))
     return [Contents(clip.path, each, [next(hashes) for _ in each]) for clip, each in zip(clips, files, strict=True)]
 
@@ -143,52 +170,71 @@ def clips_fingerprint(clips: Sequence[Clip], contents: Sequence[Contents]) -> st
     return digest.hexdigest()
 
 
-def load_clip(path: Path, num_frames: int, height: int, width: int, fps: float) -> UInt8[np.ndarray, "F H W 3"]:
+def load_clip(
+    path: Path, num_frames: int, height: int, width: int, fps: float, *, count: int | None = None
+) -> UInt8[np.ndarray, "F H W 3"]:
     """The middle `num_frames` of a video at `fps`, resized to cover height x width and cropped around the centre.
 
     Each frame is the nearest one in time. PNGs without a frame rate are not resampled. Peak memory is the result and
     about one frame of the video.
 
+    Args:
+        count: of the first so many frames at `fps`; None: of all.
+
     Raises:
         InputError: the video cannot be read or is too short.
     """
     clip = Resampled.at(_open(path, num_frames), fps)
-    if clip.count < num_frames:
-        raise InputError(f"{path} has {clip.count} frames at {fps:g} per second; {num_frames} are needed")
-    start = (clip.count - num_frames) // 2
+    if clip.count < max(num_frames, count or 0):
+        needed = max(num_frames, count or 0)
+        raise InputError(f"{path} has {clip.count} frames at {fps:g} per second; {needed} are needed")
+    start = ((count or clip.count) - num_frames) // 2
     return clip.read(range(start, start + num_frames), height, width)
 
 
-def _read_caption_table(folder: Path, table: str) -> tuple[list[Clip], list[str]]:
+def _read_caption_table(folder: Path, table: str, control: bool) -> tuple[list[Clip], list[str]]:
     clips: dict[str, Clip] = {}
-    faults = []
+    faults, controls = [], set()
+    fields = (FILE_KEYS, CAPTION_KEYS, CONTROL_KEYS) if control else (FILE_KEYS, CAPTION_KEYS)
+    names = ("file", "caption", "control")[: len(fields)]
+    expected = ", ".join(f'"{name}": ...' for name in names)
     try:
         entries = list(_table_entries(folder, table))
     except (OSError, UnicodeDecodeError, csv.Error) as e:
         raise InputError(f"cannot read {folder / table}: {e}; expected UTF-8 text") from e
     for number, entry in entries:
-        place = f"  {table} line {number}"
-        keys = [next((key for key in names if key in entry), None) for names in (FILE_KEYS, CAPTION_KEYS)]
+        place = f"  {table} {'entry' if table.endswith('.json') else 'line'} {number}"
+        keys = [next((key for key in known if key in entry), None) for known in fields]
         if None in keys:
-            faults.append(f'{place}: expected {{"file": ..., "caption": ...}}')
+            faults.append(f"{place}: expected {{{expected}}}")
             continue
-        name, caption = (entry[key] for key in keys if key is not None)
-        if not isinstance(name, str) or not isinstance(caption, str) or not name or "\0" in name:
-            faults.append(f"{place}: file and caption must be text; got {name!r} and {caption!r}")
+        name, caption, *guides = values = [entry[key] for key in keys if key is not None]
+        if not all(isinstance(value, str) for value in values) or not all(map(_is_file_name, (name, *guides))):
+            faults.append(f"{place}: {' and '.join(names)} must be text; got {' and '.join(map(repr, values))}")
             continue
-        inside = os.path.normpath(name)
-        if os.path.isabs(inside) or inside.split(os.sep)[0] == ".." or inside == ".":
-            faults.append(f"{place}: {name} leaves the folder; name a file inside it")
+        inside, *guides = map(os.path.normpath, (name, *guides))
+        if outside := [path for path in (inside, *guides) if _leaves(path)]:
+            faults.append(f"{place}: {outside[0]} leaves the folder; name a file inside it")
         elif inside in clips:
             faults.append(f"{place}: {name} has a caption already")
         else:
-            clips[inside] = Clip(folder / inside, inside, caption.strip())
+            clips[inside] = Clip(folder / inside, inside, caption.strip(), folder / guides[0] if guides else None)
+            controls.update(guides)
             if not caption.strip():
                 faults.append(f"  {inside}: its caption in {table} is empty")
     there = [path for path in _visible(folder) if path.is_dir() or path.suffix.lower() in SUFFIXES]
-    left_out = [path for path in there if str(path.relative_to(folder)) not in clips]
+    left_out = [path for path in there if str(path.relative_to(folder)) not in clips.keys() | controls]
     _warn(folder, f"clips without a caption in {table}, which are left out", left_out)
     return list(clips.values()), faults
+
+
+def _is_file_name(text: str) -> bool:
+    return text != "" and "\0" not in text
+
+
+def _leaves(path: str) -> bool:
+    """Whether a normal path does not lead to a file in the folder that it is relative to."""
+    return os.path.isabs(path) or path.split(os.sep)[0] == ".." or path == "."
 
 
 def _table_entries(folder: Path, table: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
@@ -197,6 +243,13 @@ def _table_entries(folder: Path, table: str) -> Iterator[tuple[int, Mapping[str,
         rows = csv.DictReader(io.StringIO(read_text(folder / table), newline=""))
         for row in rows:
             yield rows.line_num, {key: value for key, value in row.items() if value is not None}
+    elif table.endswith(".json"):
+        try:
+            entries = json.loads(read_text(folder / table))
+        except (ValueError, RecursionError) as e:
+            raise InputError(f"{folder / table} is not JSON: {e}") from e
+        for number, entry in enumerate(entries if isinstance(entries, list) else [entries], 1):
+            yield number, entry if isinstance(entry, dict) else {}
     elif table.endswith(".jsonl"):
         for number, line in enumerate(text_lines(read_text(folder / table)), 1):
             if line.strip():
@@ -220,17 +273,22 @@ def _table_entries(folder: Path, table: str) -> Iterator[tuple[int, Mapping[str,
                 yield number, {"file": name, "caption": caption}
 
 
-def _read_caption_files(folder: Path, images: bool) -> tuple[list[Clip], list[str]]:
+def _read_caption_files(folder: Path, images: bool, control: bool) -> tuple[list[Clip], list[str]]:
     videos, labels = folder / "videos", folder / "labels"
     if not (videos.is_dir() and labels.is_dir()):
         videos = labels = folder
     captions = {path.relative_to(labels).with_suffix(""): path for path in _visible(labels) if path.suffix == ".txt"}
     named: dict[Path, list[Path]] = {}  # by the name of their caption
     others: dict[Path, list[Path]] = {}
+    controls: dict[Path, list[Path]] = {}
+    if control and labels != folder and (folder / "control").is_dir():
+        for path in _visible(folder / "control"):
+            controls.setdefault(_stem(path, folder / "control"), []).append(path)
     for path in _visible(videos):
-        inside = path.relative_to(videos)
-        stem = inside if path.is_dir() else inside.with_suffix("")
-        if path.is_dir() or path.suffix.lower() in SUFFIXES:
+        stem = _stem(path, videos)
+        if control and stem.name.endswith(CONTROL):
+            controls.setdefault(stem.with_name(stem.name.removesuffix(CONTROL)), []).append(path)
+        elif path.is_dir() or path.suffix.lower() in SUFFIXES:
             named.setdefault(stem, []).append(path)
         elif path.suffix != ".txt":
             others.setdefault(stem, []).append(path)
@@ -248,9 +306,20 @@ def _read_caption_files(folder: Path, images: bool) -> tuple[list[Clip], list[st
             faults.append(f"  {name}: no caption {text.relative_to(folder)}")
         except (OSError, UnicodeDecodeError) as e:
             faults.append(f"{about} cannot be read ({e})")
-        clips.append(Clip(path, name, caption))
+        guides = controls.get(stem, [])
+        if control and len(guides) != 1:
+            several = ", ".join(str(each.relative_to(folder)) for each in guides)
+            one = f"{stem}{CONTROL}.mp4" if labels == folder else f"control/{stem}.mp4"
+            faults.append(f"  {name}: {f'several control clips, {several}' if guides else f'no control clip {one}'}")
+        clips.append(Clip(path, name, caption, guides[0] if guides else None))
     _warn(folder, "captions without a clip", [path for stem, path in captions.items() if not named.get(stem)])
     return clips, faults
+
+
+def _stem(path: Path, folder: Path) -> Path:
+    """A video's path in a folder, without the suffix of a file."""
+    inside = path.relative_to(folder)
+    return inside if path.is_dir() else inside.with_suffix("")
 
 
 def _visible(folder: Path) -> Iterator[Path]:
@@ -300,13 +369,24 @@ def _with_facts(clip: Clip, num_frames: int, fps: float) -> Clip:
     """The clip with what its file states.
 
     Raises:
-        InputError: it cannot be read, or is too short.
+        InputError: it or its control clip cannot be read or is too short; or the two have other aspect ratios.
     """
     resampled = Resampled.at(_open(clip.path, num_frames), fps)
     if resampled.count < num_frames:
         raise InputError(f"too short, {resampled.count} frames at {fps:g} per second; {num_frames} are needed")
     if resampled.ratio < 0.99:
-        own = resampled.source.info.fps
-        log.warning("%s has %.3g frames per second, the model %g: frames will repeat", clip.name, own, fps)
+        rate = resampled.source.info.fps
+        log.warning("%s has %.3g frames per second, the model %g: frames will repeat", clip.name, rate, fps)
     info = resampled.source.info
+    if clip.control is not None:
+        guide = Resampled.at(_open(clip.control, num_frames), fps)
+        own, name = guide.source.info, f"its control clip {clip.control.name}"
+        if guide.count < resampled.count:
+            frames = f"{guide.count} frames at {fps:g} per second"
+            raise InputError(f"{name} has {frames}; expected at least {resampled.count}, as many as the clip")
+        if abs(own.height * info.width - own.width * info.height) > 0.01 * own.height * info.width:
+            raise InputError(
+                f"{name} is {own.width}x{own.height}, the clip {info.width}x{info.height}; expected one of its aspect "
+                "ratio"
+            )
     return replace(clip, num_frames=resampled.count, height=info.height, width=info.width)

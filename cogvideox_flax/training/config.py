@@ -194,13 +194,16 @@ class TimestepConfig:
 class SampleConfig:
     """Videos generated while training, on a contact sheet with a row per prompt.
 
-    images: of image-to-video models: the first frame of each video, or one for all.
+    images: of image-to-video models: the first frame of each video, or one for all; of inpainting models, if there are
+        some.
+    control_videos: of control models: the control clip of each video, or one for all.
     every: steps between two sheets. There is one after the last step too.
     frames: frames of each video on the sheet.
     """
 
     prompts: tuple[str, ...] = ()
     images: tuple[str, ...] = ()
+    control_videos: tuple[str, ...] = ()
     every: int = 200
     frames: int = 6
     num_inference_steps: int = 50
@@ -244,7 +247,7 @@ class TrainingConfig:
     image_dropout: of image-to-video models: share of clips that are trained without their first frame; None: the
         release's.
     image_noise: mean and standard deviation of the logarithm of sigma, the noise that is added to the pixels of the
-        first frame, anew in each step; None: the release's.
+        first frame, or to what an inpainting model sees of the clip, anew in each step; None: the release's.
     remat: true or "full": recompute each block in the backward pass: a third more time, and memory for the activations,
         and on a mesh with FSDP the gathered weights, of one block only. "attention": the same, but on a TPU the result
         of each attention is stored, as many bytes as its queries, and attention is not recomputed. "offload": as

@@ -43,7 +43,6 @@ from cogvideox_flax.schedulers import TimestepLaw
 from cogvideox_flax.training.buckets import turn_of
 from cogvideox_flax.training.config import AUTO
 from cogvideox_flax.training.forecast import abstract_arguments, attached_devices, fitting, with_settings
-from cogvideox_flax.training.images import encoded_each_step, image_features
 from cogvideox_flax.training.job import RECORD_FILE, FinetuneJob
 from cogvideox_flax.training.latent_cache import LatentCache
 from cogvideox_flax.training.loop import METRICS_FILE, Trainer, Validation, match_run
@@ -95,7 +94,7 @@ def finetune(
         pipe.release(*(stage.component for stage in job.model.text))
         latents = clip_latents(job, pipe)
         frozen: dict[str, Any] = {"empty": {key: value[0] for key, value in prompts.items()}}
-        frozen |= {v.component: pipe.component(v.component) for v in job.images if encoded_each_step(v)}
+        frozen |= {component: pipe.component(component) for component in job.condition.encoders}
         pipe.release(*_image_parts(job))
         if config.method == "lora":
             frozen[name] = job.add_lora(pipe.component(name), job.mesh)
@@ -204,10 +203,8 @@ def _loss(
     extra_latents = -batch["mean"].shape[1] % job.model.temporal_patch
     latents = sample_latents(batch["mean"], batch["std"], sample_key, statistics, extra_latents)
     text = drop_captions(batch["text"], frozen["empty"], job.config.caption_dropout, drop_key)
-    shape = (len(latents), 1, *latents.shape[2:])
-    image_key = jax.random.fold_in(key, 3)
-    image = image_features(job.images, batch, frozen, shape, job.image_noise, job.image_dropout, image_key)
-    features, model = {**text, **image}, _assemble(job, params, frozen)
+    beside = job.condition.features(batch, frozen, latents.shape, jax.random.fold_in(key, 3))
+    features, model = {**text, **beside}, _assemble(job, params, frozen)
 
     def denoiser(x: Array, t: Array) -> Array:
         return job.model.predict(model, x, features, t, remat=job.remat)
@@ -224,7 +221,7 @@ def _made_of(job: FinetuneJob, pipe: Pipeline) -> dict[str, Any]:
         "caption_dropout": config.caption_dropout,
         "timesteps": None if job.timesteps == TimestepLaw() else vars(job.timesteps),
         "min_snr": config.min_snr,
-        "image": {"noise": job.image_noise, "dropout": job.image_dropout} if job.images else None,
+        "image": job.condition.record,
         **({"lora": job.made_of_lora} if config.method == "lora" else {}),
         "clips": job.clips_fingerprint,
         "held out": len(job.held_out) or None,
@@ -254,7 +251,7 @@ def _save_samples(
     empty = {name: np.repeat(value[:1], len(value) - 1, 0) for name, value in features.items()}
     pipe.replace_component(model.denoiser, denoiser)
     text = Conditioning(prompts, empty if job.samples.guided else None)
-    last = last_of(make_videos(pipe, job.samples.varied(image=job.sample_images), Memory(text)))
+    last = last_of(make_videos(pipe, job.samples.varied(**job.sample_media), Memory(text)))
     pipe.release(model.denoiser, *_image_parts(job))  # the weights may be buffers that the next step overwrites
     assert isinstance(last, Finished)
     _save_sheet(job, last.result.frames, done)

@@ -31,7 +31,6 @@ from cogvideox_flax.runtime.multihost import hosts
 from cogvideox_flax.runtime.settings import random_key
 from cogvideox_flax.runtime.terminal import duration_text
 from cogvideox_flax.training.config import AUTO, LoopConfig
-from cogvideox_flax.training.images import encoded_each_step, image_arrays
 from cogvideox_flax.training.job import FinetuneJob
 from cogvideox_flax.training.step import Loss, abstract_state, in_dtype, jit_step, train_step
 
@@ -135,8 +134,8 @@ def abstract_arguments(job: FinetuneJob) -> tuple[Any, dict[str, Any], dict[str,
     features = {key: shape[1:] for key, shape in model.feature_shapes(1).items()}
     empty = {key: shape_on(jax.ShapeDtypeStruct(shape, jnp.float32), mesh) for key, shape in features.items()}
     frozen: dict[str, Any] = {"empty": empty}
-    for visual in filter(encoded_each_step, job.images):
-        frozen[visual.component] = abstract_weights(job.manifest, visual.component, config.trainer.dtype, mesh)
+    for component in job.condition.encoders:
+        frozen[component] = abstract_weights(job.manifest, component, config.trainer.dtype, mesh)
     if config.method == "lora":
         base = abstract_weights(job.manifest, name, config.trainer.dtype, None)
         frozen[name] = shapes_on(jax.eval_shape(partial(job.add_lora, mesh=None), base), mesh, rows)
@@ -151,7 +150,7 @@ def abstract_arguments(job: FinetuneJob) -> tuple[Any, dict[str, Any], dict[str,
 
     latents = batch(job.largest.video_latent_shape(1)[1:], jnp.float16)
     clips: dict[str, Any] = {"mean": latents, "std": latents}
-    clips |= {key: batch(*array) for key, array in image_arrays(job.images, job.largest).items()}
+    clips |= {key: batch(*array) for key, array in job.condition.arrays(job.largest).items()}
     clips["text"] = {key: batch(shape, jnp.float32) for key, shape in features.items()}
     return abstract_state(params, config.trainer, mesh, {name: rows}), frozen, clips
 

@@ -20,14 +20,14 @@ from jax.sharding import Mesh
 from cogvideox_flax import checkpoint, hub, lora, sharding
 from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.generate.media import UNSEEN, Media, resolve_media
+from cogvideox_flax.generate.media import UNSEEN, Media, describe_fit, resolve_media
 from cogvideox_flax.generate.request import GenerationRequest
 from cogvideox_flax.generate.resolve import check_model, log_warnings, resolve
 from cogvideox_flax.generate.run import Run
 from cogvideox_flax.io.contents import Contents
 from cogvideox_flax.io.paths import cache_dir, check_free_space, check_writable, existing_parent
 from cogvideox_flax.lora.files import LowRankPair
-from cogvideox_flax.models.model import VideoModel, VisualInput
+from cogvideox_flax.models.model import VideoModel
 from cogvideox_flax.models.sizes import Size
 from cogvideox_flax.nn.remat import RematChoice, choice_of
 from cogvideox_flax.runtime.multihost import hosts
@@ -36,8 +36,8 @@ from cogvideox_flax.schedulers import TimestepLaw
 from cogvideox_flax.schedulers.base import DiffusionScheduler
 from cogvideox_flax.training.buckets import bucket_of
 from cogvideox_flax.training.clips import Clip, clip_contents, clips_fingerprint, find_clips
+from cogvideox_flax.training.conditions import Condition, ControlClip, FirstFrame, MaskedClip, condition_of
 from cogvideox_flax.training.config import AUTO, TrainingConfig, config_json, config_of_json, read_config, require
-from cogvideox_flax.training.images import encoded_each_step, image_arrays
 from cogvideox_flax.training.metrics import check_tensorboard
 from cogvideox_flax.training.optimizer import make_optimizer
 
@@ -75,7 +75,8 @@ class FinetuneJob:
         config, sample = self.config, self.config.sample
         request = GenerationRequest(
             list(sample.prompts) or [""],
-            image=[UNSEEN] if self.images else None,  # `sample_images`
+            image=[UNSEEN] if "image" in self._sample_files else None,  # `sample_media`
+            control_video=[UNSEEN] if "control_video" in self._sample_files else None,
             num_frames=config.num_frames,
             height=config.height,
             width=config.width,
@@ -88,30 +89,35 @@ class FinetuneJob:
         )
         return resolve(request, self.manifest, config.loop.dtype, self._warn)
 
+    @property
+    def _sample_files(self) -> dict[str, list[str]]:
+        """Field of the request -> the images or clips of the sample videos; with the fields that the model needs."""
+        sample, condition = self.config.sample, self.condition
+        if isinstance(condition, ControlClip):
+            return {"control_video": list(sample.control_videos)}
+        has_images = isinstance(condition, FirstFrame) or (isinstance(condition, MaskedClip) and sample.images)
+        return {"image": list(sample.images)} if has_images else {}
+
     @cached_property
-    def sample_images(self) -> list[Media] | None:
-        """The first frames of the sample videos; None for text-to-video. Process 0 has their files."""
-        images = self.config.sample.images if self.images else ()
+    def sample_media(self) -> dict[str, list[Media]]:
+        """Field of the request -> the images or clips of the sample videos. Process 0 has their files.
+
+        Raises:
+            InputError: one cannot be read, or is too short.
+        """
+        files = {name: values for name, values in self._sample_files.items() if values}
         if not hosts.is_first():
-            return [UNSEEN for _ in images] or None
-        return resolve_media(self.model, {"image": list(images) or None}, self.samples.batch).get("image")
+            return {name: [UNSEEN] * len(values) for name, values in files.items()}
+        found, size = resolve_media(self.model, files, self.samples.batch), self.size
+        for name, values in found.items():
+            for media in values:
+                describe_fit(name, media, size.num_frames, size.height, size.width, self.samples.request.fit)
+        return found
 
     @cached_property
-    def images(self) -> list[VisualInput]:
-        """The features of the first frame that an image-to-video model takes."""
-        return [visual for visual in self.model.visual if visual.input == "image"]
-
-    @property
-    def image_noise(self) -> tuple[float, float] | None:
-        """That of the settings, or the model's own."""
-        stated = self.config.image_noise
-        return self.model.recipe.image_noise if stated is None else stated
-
-    @property
-    def image_dropout(self) -> float:
-        """That of the settings, or the model's own."""
-        stated = self.config.image_dropout
-        return self.model.recipe.image_dropout if stated is None else stated
+    def condition(self) -> Condition:
+        """What the model sees beside the noisy latents."""
+        return condition_of(self.model, self.config.image_noise, self.config.image_dropout)
 
     def _warn(self, warnings: Sequence[str]) -> None:
         """Log warnings but for those of words, which the model learns now."""
@@ -271,11 +277,11 @@ class FinetuneJob:
         """Bytes on all devices together that are held during the whole run, by kind. Activations come on top."""
         loop = self.config.loop
         itemsize, full = jnp.dtype(loop.dtype).itemsize, self.config.method == "full"
-        encoders = {visual.component for visual in self.images if encoded_each_step(visual)}
         configs, components = self.manifest.configs, self.model.components
+        encoders = self.condition.encoders
         return {
             "frozen weights": 0 if full else itemsize * self.parameters,
-            "image encoder": itemsize * sum(components[name].num_parameters(configs[name]) for name in encoders),
+            "encoder": itemsize * sum(components[name].num_parameters(configs[name]) for name in encoders),
             "trained weights": 4 * self.trainable,
             f"their {loop.dtype} copy": itemsize * self.trainable if full and itemsize < 4 else 0,
             "gradients": 4 * self.trainable,
@@ -288,8 +294,8 @@ class FinetuneJob:
         loop, features = self.config.loop, self.model.feature_shapes(1).values()
         examples = len(self.clips) * 4 * sum(map(math.prod, features))
         for bucket, members in zip(self.buckets, self.members, strict=True):
-            image = image_arrays(self.images, bucket).values()
-            nbytes = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in image)
+            beside = self.condition.arrays(bucket).values()
+            nbytes = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in beside)
             examples += len(members) * (2 * 2 * math.prod(bucket.latent_shape(1)) + nbytes)
         state = (8 if loop.ema_decay else 4) * self.trainable + self.moments
         result = 4 * self.trainable
@@ -354,12 +360,12 @@ def open_job(path: Path, overrides: Mapping[str, Any]) -> FinetuneJob:
     def decide() -> dict[str, Any]:
         job = check(read_config(path, overrides))
         made.append(job)
-        clips = [vars(clip) | {"path": str(clip.path)} for clip in job.clips]
+        clips = [clip.to_json() for clip in job.clips]
         return {"config": config_json(job.config), "manifest": job.manifest.to_json(), "clips": clips}
 
     decided = hosts.broadcast(decide)
     if not made:
-        clips = [Clip(**clip | {"path": Path(clip["path"])}) for clip in decided["clips"]]
+        clips = [Clip.from_json(clip) for clip in decided["clips"]]
         config, manifest = config_of_json(decided["config"]), Manifest.from_json(decided["manifest"])
         made.append(FinetuneJob(config=config, manifest=manifest, clips=clips))
     hosts.check_mesh(made[0].mesh)
@@ -370,9 +376,9 @@ def check(config: TrainingConfig) -> FinetuneJob:
     """Check a run as far as is possible before anything is converted, loaded or written.
 
     Raises:
-        InputError: a model that cannot be trained (control, inpainting, quantized, incomplete); adapters that it does
-            not have; a size, mesh or batch that does not fit it; faulty clips, prompts, images or sampling options; or
-            a directory that cannot be written.
+        InputError: a model that cannot be trained (quantized, incomplete); adapters that it does not have; a size,
+            mesh or batch that does not fit it; faulty clips, prompts, images, control clips or sampling options; or a
+            directory that cannot be written.
     """
     loop = config.loop
     job = FinetuneJob(config=config, manifest=hub.peek(config.model, config.revision, variant=config.variant))
@@ -380,7 +386,7 @@ def check(config: TrainingConfig) -> FinetuneJob:
     if config.sample.prompts:
         sharding.check_batch(job.mesh, job.samples.denoiser_batch)
     fewest = min(bucket.num_frames for bucket in job.buckets)
-    clips = find_clips(config.clips, fewest, job.fps)
+    clips = find_clips(config.clips, fewest, job.fps, control=isinstance(job.condition, ControlClip))
     if config.id_token:
         clips = [dataclasses.replace(clip, caption=f"{config.id_token} {clip.caption}") for clip in clips]
     job = dataclasses.replace(job, clips=clips)
@@ -409,13 +415,9 @@ def check_trainable(job: FinetuneJob, where: object) -> None:
         raise InputError(
             f"the {model.denoiser} of {where} is quantized and cannot be trained; take the checkpoint it is from"
         )
-    if any(stage.mask_channels or stage.input == "control_video" for stage in model.visual):
-        raise InputError(
-            f"{where} is a control or inpainting model; only text-to-video and image-to-video models can be fine-tuned"
-        )
     has_snr = isinstance(model.scheduler(), DiffusionScheduler)
     require(config, ("min_snr", config.min_snr is None or has_snr, "none: this model's noise schedule is a flow"))
-    _check_images(job)
+    _check_conditions(job)
     known = model.lora.targets
     are_known = targets is None or set() < set(targets) <= known.keys()
     require(config, ("lora.targets", are_known, f"some of {', '.join(known)}"))
@@ -424,22 +426,29 @@ def check_trainable(job: FinetuneJob, where: object) -> None:
         sharding.named(job.mesh, ("batch",), (config.batch // loop.accumulate,), "the clips of a micro-batch")
 
 
-def _check_images(job: FinetuneJob) -> None:
-    """Refuse settings about images that are not the model's, and images that cannot be read."""
-    config, has_images = job.config, bool(job.images)
-    takes_noise = any(map(encoded_each_step, job.images))
+def _check_conditions(job: FinetuneJob) -> None:
+    """Refuse settings about images and control clips that are not the model's, and files that cannot be read."""
+    config, condition, sample = job.config, job.condition, job.config.sample
+    has_image, is_masked = isinstance(condition, FirstFrame), isinstance(condition, MaskedClip)
     few = any(size.num_frames == 1 for size in job.buckets)
     where = "buckets" if config.buckets else "num_frames"
-    counts = {1, len(config.sample.prompts)} if has_images and config.sample.prompts else {0}
+    one_each = {1, len(sample.prompts)} if sample.prompts else {0}
+    images = one_each if has_image else one_each | {0} if is_masked else {0}
+    controls = one_each if isinstance(condition, ControlClip) else {0}
     require(
         config,
-        ("image_noise", config.image_noise is None or takes_noise, "none: no image of this model has noise"),
-        ("image_dropout", config.image_dropout is None or has_images, "none: this model takes no image"),
-        (where, not (has_images and few), "more than one frame: an image that is a whole clip leaves nothing to learn"),
-        ("sample.images", len(config.sample.images) in counts, f"{' or '.join(map(str, sorted(counts)))} of them"),
+        ("image_noise", config.image_noise is None or condition.takes_noise, "none: no image of this model has noise"),
+        ("image_dropout", config.image_dropout is None or has_image, "none: this model takes no image"),
+        (where, not (has_image and few), "more than one frame: an image that is a whole clip leaves nothing to learn"),
+        ("sample.images", len(sample.images) in images, _so_many(images)),
+        ("sample.control_videos", len(sample.control_videos) in controls, _so_many(controls)),
     )
-    if config.sample.images:
-        _ = job.sample_images
+    if config.sample.prompts:
+        _ = job.sample_media
+
+
+def _so_many(counts: set[int]) -> str:
+    return f"{' or '.join(map(str, sorted(counts)))} of them"
 
 
 def _file_system(path: Path) -> int:

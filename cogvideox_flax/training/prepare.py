@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Float32, Int
+from jaxtyping import Array, Float32, Int, UInt8
 
 from cogvideox_flax import sharding
 from cogvideox_flax.errors import InputError
@@ -27,12 +27,15 @@ from cogvideox_flax.runtime.global_arrays import fetch, put
 from cogvideox_flax.runtime.multihost import hosts
 from cogvideox_flax.training import latent_cache
 from cogvideox_flax.training.clips import load_clip
-from cogvideox_flax.training.images import FRAME, encoded_each_step
+from cogvideox_flax.training.conditions import CONTROL_MEAN, CONTROL_STD, FRAME, FRAMES, ControlClip, FirstFrame
 from cogvideox_flax.training.job import FinetuneJob
 from cogvideox_flax.training.latent_cache import LatentCache
 
 SHARD_SIZE = 16
 """Clips per file: what a killed preparation loses at most."""
+
+SHARD_SIZE_OF_FRAMES = 2
+"""The same where all frames are kept, of which a clip has 50 to 250 MB: a file is made in memory."""
 
 
 def clip_features(job: FinetuneJob, pipe: Pipeline, progress: bool) -> LatentCache:
@@ -69,10 +72,11 @@ class ClipLatents:
 
 
 def clip_latents(job: FinetuneJob, pipe: Pipeline) -> ClipLatents:
-    """`mean` and `std` [t, h, w, C] of the VAE's posterior of each clip, not normalized; of image-to-video models also
-    `FRAME` [H, W, 3], or the features of the first frame by name.
+    """`mean` and `std` [t, h, w, C] of the VAE's posterior of each clip, not normalized, and the arrays of the job's
+    condition.
 
-    In float16: latents stay within tens, and its relative precision of 1/2048 is finer than the noise of any timestep.
+    Latents are in float16: they stay within tens, and its relative precision of 1/2048 is finer than the noise of any
+    timestep.
     """
     part = job.model.decoder
 
@@ -80,34 +84,36 @@ def clip_latents(job: FinetuneJob, pipe: Pipeline) -> ClipLatents:
         return compiled_once(jax.jit(encode, compiler_options=compiler_options(pipe.dtype)), None)
 
     encode = compiled(job.model.codec.encode)
-    prepared = [visual for visual in job.images if not encoded_each_step(visual)]
+    condition = job.condition
+    prepared = condition.prepared if isinstance(condition, FirstFrame) else []
     encode_image = {visual.feature: compiled(job.samples.encode_visual(visual)) for visual in prepared}
 
-    @hosts.broadcast_result
-    def load(group: list[int], size: Size) -> np.ndarray:
-        clips = []
-        for i in group:
-            with job.contents[i].reading():
-                clips.append(load_clip(job.clips[i].path, size.num_frames, size.height, size.width, job.fps))
-        return np.stack(clips)
+    def place(array: np.ndarray) -> Array:
+        where = None if job.mesh is None else sharding.named(job.mesh, ("batch",), array.shape, "clips")
+        return put(array, where)
+
+    def posterior(clips: UInt8[np.ndarray, "B F H W 3"]) -> tuple[np.ndarray, np.ndarray]:
+        mean, logvar = map(fetch, encode(pipe.component(part), place(from_uint8(clips))))
+        return mean.astype(np.float16), np.exp(0.5 * logvar.astype(np.float32)).astype(np.float16)
 
     def compute(places: range, members: Sequence[int], size: Size) -> dict[str, np.ndarray]:
         indices = [members[place] for place in places]
         rows: list[dict[str, np.ndarray]] = []
         for group, count in _dp_groups(indices, job.mesh):
-            clips = load(group, size)
-            video = from_uint8(clips)
-            place = sharding.named(job.mesh, ("batch",), video.shape, "clips") if job.mesh is not None else None
-            mean, logvar = map(fetch, encode(pipe.component(part), put(video, place)))
-            row = {"mean": mean.astype(np.float16), "std": np.exp(0.5 * logvar.astype(np.float32)).astype(np.float16)}
-            if len(prepared) < len(job.images):
-                row[FRAME] = clips[:, 0]
+            clips = _load(job, group, size)
+            mean, std = posterior(clips)
+            row = {"mean": mean, "std": std}
+            row |= {
+                name: x for name, x in {FRAME: clips[:, 0], FRAMES: clips}.items() if name in condition.arrays(size)
+            }
+            if isinstance(condition, ControlClip):
+                row[CONTROL_MEAN], row[CONTROL_STD] = posterior(_load(job, group, size, control=True))
             for visual in prepared:
                 images, noise = clips[:, :1], np.zeros((len(group), 1, *mean.shape[2:]), np.float32)
                 if visual.frame_size is not None:
                     images = np.stack([resize_frames(image, *visual.frame_size) for image in images])
-                inputs = put(images, place), put(noise, place)
-                features, _ = encode_image[visual.feature](pipe.component(visual.component), *inputs)
+                encoder = pipe.component(visual.component)
+                features, _ = encode_image[visual.feature](encoder, place(images), place(noise))
                 row[visual.feature] = fetch(features)
             rows.append({name: value[:count] for name, value in row.items()})
         latents = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
@@ -117,11 +123,26 @@ def clip_latents(job: FinetuneJob, pipe: Pipeline) -> ClipLatents:
         return latents
 
     parts = dict.fromkeys((part, *(visual.component for visual in prepared)))
+    shard_size = SHARD_SIZE_OF_FRAMES if FRAMES in condition.arrays(job.size) else SHARD_SIZE
     caches = [
-        _open_cache(job, pipe, tuple(parts), partial(compute, members=members, size=size), size, len(members))
-        for size, members in zip(job.buckets, job.members, strict=True)
+        _open_cache(job, pipe, tuple(parts), partial(compute, members=group, size=size), size, len(group), shard_size)
+        for size, group in zip(job.buckets, job.members, strict=True)
     ]
     return ClipLatents(caches, job.members)
+
+
+@hosts.broadcast_result
+def _load(job: FinetuneJob, group: Sequence[int], size: Size, control: bool = False) -> UInt8[np.ndarray, "B F H W 3"]:
+    """Clips, or their control clips: the same part of them in time."""
+    clips, shape = [], (size.num_frames, size.height, size.width)
+    for clip, contents in [(job.clips[i], job.contents[i]) for i in group]:
+        with contents.reading():
+            if control:
+                assert clip.control is not None
+                clips.append(load_clip(clip.control, *shape, job.fps, count=clip.num_frames))
+            else:
+                clips.append(load_clip(clip.path, *shape, job.fps))
+    return np.stack(clips)
 
 
 def _text_parts(job: FinetuneJob) -> tuple[str, ...]:
@@ -136,6 +157,7 @@ def _open_cache(
     compute: Callable[[range], dict[str, np.ndarray]],
     size: Size,
     count: int,
+    shard_size: int = SHARD_SIZE,
 ) -> LatentCache:
     """Open the cache of what these parts of the model compute from `count` clips, in a folder named by the first part,
     and by the size where there are several."""
@@ -150,7 +172,7 @@ def _open_cache(
         "model": [fingerprints[name] for name in parts],
         "dtype": pipe.dtype,
     }
-    return latent_cache.prepare(folder, count, compute, shard_size=SHARD_SIZE, meta=meta)
+    return latent_cache.prepare(folder, count, compute, shard_size=shard_size, meta=meta)
 
 
 def _folder(job: FinetuneJob) -> Path:
@@ -163,7 +185,7 @@ def _encode_texts(
     rows: list[Features] = []
     for group, count in _dp_groups(range(len(texts)), pipe.mesh):
         prompts = [texts[i] for i in group]
-        run = job.samples.varied(prompt=prompts, negative_prompt=[""] * len(prompts), image=None)
+        run = job.samples.varied(prompt=prompts, negative_prompt=[""] * len(prompts), image=None, control_video=None)
         features = pipe.encode(run, negative=False, progress=progress).text
         rows.append({name: fetch(value).astype(np.float32)[:count] for name, value in features.items()})
     return {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 import numpy as np
@@ -26,8 +25,9 @@ from cogvideox_flax.models.cogvideox.config import TransformerConfig
 from cogvideox_flax.models.cogvideox.visual import INPAINT_NOISE, shrink_mask
 from cogvideox_flax.models.registry import RELEASES
 from tests.generate.test_media import NEGATIVE, PIXEL_BAR, PROMPTS, channels_first, same_at_once
+from tests.support.inpainting import reference_mask, save_inpainting_model
 from tests.support.media import smooth
-from tests.support.reference import make_scheduler, make_transformer, save_layout
+from tests.support.reference import make_scheduler, save_layout
 
 pytest_plugins = ["tests.support.commands"]
 
@@ -35,15 +35,6 @@ RELEASES_IN_PARTS = ("cogvideox-2b", "cogvideox-5b", "cogvideox1.5-5b")
 """The architectures of the inpainting models, but for the input channels."""
 
 HEIGHT, WIDTH = 32, 48
-
-
-def save_inpainting_model(folder, release, noisy=False):
-    """A checkpoint as CogVideoX-Fun has it: keys in the transformer's config that diffusers does not know."""
-    save_layout(folder, release, transformer=make_transformer(release, in_channels=33))
-    path = folder / "transformer" / "config.json"
-    config = json.loads(path.read_text()) | {"add_noise_in_inpaint_model": noisy, "time_position_encoding_type": "3d"}
-    path.write_text(json.dumps(config))
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -54,14 +45,6 @@ def models(tmp_path_factory):
 
 
 # --- the reference
-
-
-def reference_mask(mask, shape):
-    """[F, H, W] to [1, 1, T, h, w]: first the first frame alone, then the others."""
-    mask = torch.tensor(mask, dtype=torch.float32)[None, None]
-    first = F.interpolate(mask[:, :, :1], size=(1, *shape[1:]), mode="trilinear", align_corners=False)
-    rest = F.interpolate(mask[:, :, 1:], size=(shape[0] - 1, *shape[1:]), mode="trilinear", align_corners=False)
-    return torch.cat([first, rest], 2)
 
 
 def reference_kept(vae, video, mask, noise):

@@ -28,8 +28,9 @@ from cogvideox_flax.generate import journey, media, store
 from cogvideox_flax.generate.open_model import OpenModel
 from cogvideox_flax.io.tensor_file import TensorFile
 from cogvideox_flax.io.video import read_metadata, read_video, save_video
+from tests.support.inpainting import save_control_model
 from tests.support.media import add_sound, smooth, sound_of
-from tests.support.reference import SHARED, make_scheduler, make_transformer, save_layout
+from tests.support.reference import SHARED, make_scheduler, save_layout
 
 pytest_plugins = ["tests.support.commands"]
 
@@ -185,8 +186,7 @@ def test_video_to_video_against_diffusers(text_layout, scheduler, strength, monk
 
 @pytest.fixture(scope="module")
 def control_model(tmp_path_factory):
-    transformer = make_transformer("cogvideox-5b", in_channels=32)
-    return save_layout(tmp_path_factory.mktemp("control"), "cogvideox-5b", transformer=transformer)
+    return save_control_model(tmp_path_factory.mktemp("control"), "cogvideox-5b")
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

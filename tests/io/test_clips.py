@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.io import limits
 from cogvideox_flax.io.clips import fit_frame
 from cogvideox_flax.io.video import read_video, save_video
-from cogvideox_flax.training.clips import find_clips, load_clip
+from cogvideox_flax.training.clips import Clip, clip_contents, find_clips, load_clip
 from tests.support.media import CAPTION, cost_of_loading, count_frames, encode, make_clips, pattern
 from tests.support.reference import SHARED
 
@@ -232,6 +233,83 @@ def test_tables_of_captions_as_other_tools_write_them(clips, tmp_path, caplog, f
     assert found == [("a.mp4", 'x, "y"'), ("b.gif", "two\u2028lines")]
     (warning,) = caplog.messages
     assert f"{folder} holds clips without a caption in" in warning and warning.endswith(", which are left out: c")
+
+
+@pytest.mark.parametrize("layout", ["beside", "folders", "metadata.json", "metadata.jsonl"])
+def test_control_clips_as_people_have_them(clips, tmp_path, caplog, layout):
+    """Beside their clips, in a folder of their own, and in the tables of VideoX-Fun and musubi-tuner."""
+    folder = shutil.copytree(clips, tmp_path / "clips")
+    names = {"a.mp4": "a.control.mkv", "b.gif": "b.control.gif", "c": "c.control"}
+    if layout == "folders":
+        names = {"a.mp4": "control/a.mkv", "b.gif": "control/b.gif", "c": "control/c"}
+        for part in ("videos", "labels", "control"):
+            (folder / part).mkdir()
+        for path in [path for path in folder.iterdir() if path.name[0] in "abc" and path.name != "control"]:
+            path.rename(folder / ("labels" if path.suffix == ".txt" else "videos") / path.name)
+    videos = folder / "videos" if layout == "folders" else folder
+    for name, control in names.items():
+        copy = shutil.copytree if (videos / name).is_dir() else shutil.copyfile
+        copy(videos / name, folder / control)
+    if layout.startswith("metadata"):
+        for path in folder.glob("*.txt"):
+            path.unlink()
+        keys = ("file_path", "text", "control_file_path")
+        if layout == "metadata.jsonl":
+            keys = ("video_path", "caption", "control_path")
+        rows = [dict(zip(keys, (name, "x", control), strict=True)) for name, control in names.items()]
+        text = json.dumps(rows) if layout == "metadata.json" else "\n".join(map(json.dumps, rows))
+        (folder / layout).write_text(text)
+    found = find_clips(folder, 9, 8, control=True)
+    assert [str(clip.control.relative_to(folder)) for clip in found] == list(names.values())
+    assert [[path.name for path in each.files[:1]] for each in clip_contents(found)] == [
+        ["a.mp4"],
+        ["b.gif"],
+        ["0000.png"],
+    ]
+    assert [len(each.files) for each in clip_contents(found)] == [2, 2, 18]
+    assert not caplog.messages
+    assert Clip.from_json(json.loads(json.dumps(found[0].to_json()))) == found[0]
+
+
+def test_faults_of_control_clips(clips, tmp_path):
+    folder = shutil.copytree(clips, tmp_path / "clips")
+    save_video(folder / "a.control.gif", np.zeros((9, 40, 90, 3), np.uint8), 8)
+    for name in ("b.control.mp4", "b.control.gif"):
+        save_video(folder / name, np.zeros((10, 32, 48, 3), np.uint8), 8)
+    with pytest.raises(InputError) as caught:
+        find_clips(folder, 9, 8, control=True)
+    for part in (
+        "a.mp4: its control clip a.control.gif has 9 frames at 8 per second; expected at least 10, as many as the clip",
+        "b.gif: several control clips, b.control.gif, b.control.mp4",
+        "c: no control clip c.control.mp4",
+    ):
+        assert part in str(caught.value)
+    (folder / "b.control.gif").unlink()
+    for name in ("a.control.gif", "c.control.gif"):
+        save_video(folder / name, np.zeros((10, 40, 60, 3), np.uint8), 8)
+    with pytest.raises(InputError, match=r"its control clip a\.control\.gif is 60x40, the clip 90x40"):
+        find_clips(folder, 9, 8, control=True)
+    for name, text, fault in (
+        (
+            "captions.jsonl",
+            '{"file": "a.mp4", "caption": "x"}',
+            'line 1: expected {"file": ..., "caption": ..., "control"',
+        ),
+        ("metadata.json", '[{"file": "a.mp4", "caption": "x", "control": "a.control.gif"}, 3]', "entry 2: expected"),
+    ):
+        (folder / name).write_text(text)
+        with pytest.raises(InputError, match=re.escape(fault)):
+            find_clips(folder, 9, 8, control=True)
+        (folder / name).unlink()
+
+
+def test_the_control_clip_is_cut_where_its_clip_is(tmp_path):
+    """From its beginning, also where it is longer."""
+    frames = np.repeat(np.arange(20, dtype=np.uint8), 16 * 16 * 3).reshape(20, 16, 16, 3)
+    save_video(tmp_path / "c", frames, 8)
+    assert load_clip(tmp_path / "c", 9, 16, 16, 8, count=13)[:, 0, 0, 0].tolist() == list(range(2, 11))
+    with pytest.raises(InputError, match="20 frames at 8 per second; 21 are needed"):
+        load_clip(tmp_path / "c", 9, 16, 16, 8, count=21)
 
 
 def test_captions_may_be_in_a_folder_of_their_own(clips, tmp_path):

@@ -41,38 +41,17 @@ from cogvideox_flax.training.step import TrainState
 from tests.support import hunyuan_layout
 from tests.support.commands import tree
 from tests.support.media import CAPTION, make_clips
-from tests.support.reference import make_transformer, save_layout
+from tests.support.reference import save_layout
+from tests.support.training import settings
 
 pytest_plugins = ["tests.support.commands"]
 
 SIZE = (9, 32, 48)
-CONFIG = """
-model = "{model}"
-clips = "{clips}"
-out = "{out}"
-method = "{method}"
-num_frames = 9
-height = 32
-width = 48
-batch = 2
-caption_dropout = 0.3
-seed = 7
-
-[lora]
-rank = 2
-targets = ["q", "out", "up"]
-
-[loop]
-steps = 4
-accumulate = 2
-dtype = "float32"
-ema_decay = 0.9
-log_every = 2
-
-[optimizer]
-learning_rate = 3e-2
-warmup_steps = 0
-"""
+CONFIG = settings(
+    top="caption_dropout = 0.3\nseed = 7",
+    lora='targets = ["q", "out", "up"]',
+    loop="accumulate = 2\nema_decay = 0.9\nlog_every = 2",
+)
 
 
 @pytest.fixture(scope="module")
@@ -523,15 +502,6 @@ def test_hostile_clips_are_refused_in_a_line_each(write, run, tmp_path):
     assert len(faults) == 3
     for fault, part in zip(faults, ("contents are none of", "a frame of 20000x20000", "states 'abc'"), strict=True):
         assert part in fault
-
-
-@pytest.mark.parametrize("channels", [32, 33], ids=["control", "inpainting"])
-def test_control_and_inpainting_models_are_refused(write, tmp_path, home, channels):
-    layout = save_layout(
-        tmp_path / "hf", "cogvideox-5b", transformer=make_transformer("cogvideox-5b", in_channels=channels)
-    )
-    with pytest.raises(InputError, match="is a control or inpainting model"):
-        check(read_config(write(model=layout)))
 
 
 def test_all_faults_of_a_configuration_in_one_message(write):

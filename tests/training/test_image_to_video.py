@@ -15,53 +15,29 @@ import torch
 from PIL import Image
 from safetensors.numpy import load_file
 
-from cogvideox_flax.checkpoint import load_component, parameters
+from cogvideox_flax.checkpoint import load_component
 from cogvideox_flax.conversion.convert import convert
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.pipeline import Pipeline
 from cogvideox_flax.generate.request import GenerationRequest
 from cogvideox_flax.models.hunyuan_video15.tokenizer import TokenizersConfig
-from cogvideox_flax.training import finetune as finetuning
 from cogvideox_flax.training.clips import load_clip
+from cogvideox_flax.training.conditions import FRAME, Condition, FirstFrame, noised
 from cogvideox_flax.training.config import LoRAConfig, read_config
-from cogvideox_flax.training.finetune import _loss, finetune
-from cogvideox_flax.training.images import FRAME, image_arrays, image_features, noised_frames
+from cogvideox_flax.training.finetune import finetune
 from cogvideox_flax.training.job import check
 from cogvideox_flax.training.metrics import read_metrics
 from cogvideox_flax.training.prepare import clip_latents
 from tests.support import hunyuan_layout
 from tests.support.media import CAPTION, make_clips
 from tests.support.reference import relative_error, save_layout
+from tests.support.training import settings
+from tests.support.training_step import channels_first, check_step, cogvideox_prediction, loss_and_gradient
 
 pytest_plugins = ["tests.support.commands"]
 
-CONFIG = """
-model = "{model}"
-clips = "{clips}"
-out = "{out}"
-method = "{method}"
-num_frames = 9
-height = 32
-width = 48
-batch = 2
-remat = false
-
-[lora]
-rank = 2
-
-[loop]
-steps = 4
-dtype = "float32"
-log_every = 1
-
-[optimizer]
-learning_rate = 3e-2
-warmup_steps = 0
-"""
+CONFIG = settings(top="remat = false", loop="log_every = 1")
 HUNYUAN = "hunyuan_video15_i2v"
-GRADIENT_BAR = 5e-4
-"""The largest difference, in standard deviations of a parameter's gradient, which is a sum over all tokens."""
-
 RELEASES = (pytest.param("cogvideox-5b-i2v", marks=pytest.mark.further), "cogvideox1.5-5b-i2v", HUNYUAN)
 
 
@@ -105,31 +81,27 @@ def job_of(models, clips, tmp_path):
     return job_of
 
 
-def channels_first(x):
-    return torch.tensor(np.asarray(x, np.float32)).movedim(-1, 1)
-
-
 def test_frames_are_noised_anew_by_a_log_normal_law():
     frames = np.random.default_rng(0).integers(0, 256, (400, 8, 8, 3)).astype(np.uint8)
     clean = frames[:, None] / 127.5 - 1
-    np.testing.assert_allclose(noised_frames(jnp.asarray(frames), None, jax.random.key(0)), clean, atol=1e-6)
-    noise = np.asarray(noised_frames(jnp.asarray(frames), (-3.0, 0.5), jax.random.key(0))) - clean
+    clips = jnp.asarray(frames[:, None])
+    np.testing.assert_allclose(noised(clips, None, jax.random.key(0)), clean, atol=1e-6)
+    noise = np.asarray(noised(clips, (-3.0, 0.5), jax.random.key(0))) - clean
     logs = np.log(noise.std((1, 2, 3, 4)))
     assert abs(logs.mean() + 3) < 0.1 and abs(logs.std() - 0.5) < 0.06
-    other = np.asarray(noised_frames(jnp.asarray(frames), (-3.0, 0.5), jax.random.key(1))) - clean
+    other = np.asarray(noised(clips, (-3.0, 0.5), jax.random.key(1))) - clean
     assert abs(np.corrcoef(noise.ravel(), other.ravel())[0, 1]) < 0.02
 
 
 def test_images_are_dropped_at_the_rate():
     prepared = SimpleNamespace(feature="image_embeds", noise=None)
     batch = {"image_embeds": jnp.ones((4000, 2, 3))}
-    features = image_features([prepared], batch, {}, (4000, 1, 1, 1, 1), None, 0.05, jax.random.key(0))
+    shape, key = (4000, 1, 1, 1, 1), jax.random.key(0)
+    features = FirstFrame([prepared], None, 0.05).features(batch, {}, shape, key)
     kept = np.asarray(features["image_mask"])
     assert abs(kept.mean() - 0.95) < 0.012
     np.testing.assert_array_equal(features["image_embeds"], np.broadcast_to(kept[:, None, None], (4000, 2, 3)))
-    assert (
-        image_features([prepared], batch, {}, (4000, 1, 1, 1, 1), None, 0.0, jax.random.key(0)).keys() == batch.keys()
-    )
+    assert FirstFrame([prepared], None, 0.0).features(batch, {}, shape, key).keys() == batch.keys()
 
 
 def cogvideox_image(layout, frames, draws, kept):
@@ -150,28 +122,7 @@ def cogvideox_reference(model, image, x, t, text):
     """The prediction of diffusers' transformer on noised latents and the first frame's."""
     beside = torch.zeros_like(x.movedim(1, 2))
     beside[:, :1] = image
-    inputs = torch.cat([x.movedim(1, 2), beside], 2)
-    config = model.config
-    grid = (inputs.shape[3] // 2, inputs.shape[4] // 2)
-    rotary = rotary_of(config, grid, inputs.shape[1])
-    ofs = None if config.ofs_embed_dim is None else inputs.new_full((1,), 2.0)
-    prediction = model(
-        hidden_states=inputs,
-        encoder_hidden_states=torch.tensor(text["prompt_embeds"]),
-        timestep=torch.tensor(t),
-        ofs=ofs,
-        image_rotary_emb=rotary,
-        return_dict=False,
-    )[0]
-    return prediction.movedim(2, 1)
-
-
-def rotary_of(config, grid, frames):
-    pipe = SimpleNamespace(
-        transformer=SimpleNamespace(config=config), vae_scale_factor_spatial=8, _execution_device=torch.device("cpu")
-    )
-    make = diffusers.CogVideoXImageToVideoPipeline._prepare_rotary_positional_embeddings
-    return make(pipe, grid[0] * 2 * 8, grid[1] * 2 * 8, frames, torch.device("cpu"))
+    return cogvideox_prediction(model, beside, x, t, text)
 
 
 def hunyuan_reference(model, batch, x, t, text, kept):
@@ -218,7 +169,7 @@ def test_a_step_is_the_references(models, job_of, release, tmp_path):
     frames = random.integers(0, 256, (2, 32, 48, 3)).astype(np.uint8)
     batch |= {FRAME: frames} if release != HUNYUAN else {
         "image_latents": normal(2, 1, *latent[2:]),
-        "image_embeds": normal(2, *job.images[1].shape),
+        "image_embeds": normal(2, *job.condition.visual[1].shape),
     }  # fmt: skip
     frozen = {"empty": {name: x[0] for name, x in text.items()}}
     if release != HUNYUAN:
@@ -232,30 +183,11 @@ def test_a_step_is_the_references(models, job_of, release, tmp_path):
     sigma = np.exp(-3.0 + 0.5 * np.asarray(jax.random.normal(level_key, (2, 1, 1, 1, 1))))
     draws = sigma, jax.random.normal(pixel_key, (2, 1, 32, 48, 3)), jax.random.normal(latent_key, (2, 1, *latent[2:]))
 
-    seen = {}
-
-    def objective(params):
-        return _loss({"transformer": params}, frozen, batch, key, job=job)[0]
-
-    real = finetuning.velocity_loss
-
-    def spy(denoiser, latents, *args, **options):
-        def watched(x, t):
-            jax.debug.callback(lambda x, t: seen.update(x=np.array(x), t=np.array(t)), x, t)
-            return denoiser(x, t)
-
-        seen["shape"] = latents.shape
-        return real(watched, latents, *args, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(finetuning, "velocity_loss", spy)
-        loss, gradient = jax.jit(jax.value_and_grad(objective))(load_component("transformer", native, dtype="float32"))
-        jax.block_until_ready(loss)
+    loss, gradient, x, t = loss_and_gradient(job, native, frozen, batch, key)
 
     clean = np.concatenate([batch["mean"][:, :1]] * job.size.extra_latents + [batch["mean"]], 1)
     clean = model.codec.statistics.normalize(clean)
     noise = np.asarray(jax.random.normal(jax.random.split(noise_key, 3)[0], clean.shape))
-    x, t = channels_first(seen["x"]), seen["t"]
     if release == HUNYUAN:
         theirs = diffusers.HunyuanVideo15Transformer3DModel.from_pretrained(layout / "transformer").train()
         prediction = hunyuan_reference(theirs, batch, x, t, text, [1.0, 0.0])
@@ -265,21 +197,7 @@ def test_a_step_is_the_references(models, job_of, release, tmp_path):
         prediction = cogvideox_reference(theirs, cogvideox_image(layout, frames, draws, [1.0, 0.0]), x, t, text)
         scheduler = diffusers.CogVideoXDDIMScheduler.from_pretrained(layout / "scheduler")
         target = scheduler.get_velocity(torch.tensor(clean), torch.tensor(noise), torch.tensor(t)).numpy()
-    expected = torch.nn.functional.mse_loss(prediction, channels_first(target))
-    assert float(loss) == pytest.approx(float(expected.detach()), rel=1e-5)
-    expected.backward()
-    with torch.no_grad():  # the gradients take the weights' way through the converter
-        for parameter in theirs.parameters():
-            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
-    theirs.save_pretrained(tmp_path / "hf" / "transformer")
-    convert(tmp_path / "hf", tmp_path / "native", components=["transformer"])
-    expected, ours = parameters(load_component("transformer", tmp_path / "native")), parameters(gradient)
-    assert expected.keys() == ours.keys()
-    expected.pop("pos_embedding", None)  # a buffer there, without a gradient
-    # of k's biases in the refiner only rounding is left: softmax does not change with them
-    least = 1e-4 * max(value.std() for value in expected.values())
-    for name, value in expected.items():
-        assert np.abs(ours[name] - value).max() < GRADIENT_BAR * max(value.std(), least), name
+    check_step(loss, gradient, theirs, prediction, target, tmp_path)
 
 
 def dropped(key):
@@ -327,7 +245,7 @@ def test_a_stopped_run_gives_the_same_adapter_which_diffusers_reads(models, job_
     text |= {name: np.ones_like(value) for name, value in text.items() if "mask" in name}
     features = {"image_latents": random.normal(size=(1, 1, *x.shape[2:])).astype(np.float32)}
     if release == HUNYUAN:
-        features["image_embeds"] = random.normal(size=(1, *job.images[1].shape)).astype(np.float32)
+        features["image_embeds"] = random.normal(size=(1, *job.condition.visual[1].shape)).astype(np.float32)
     continued = check(dataclasses.replace(job.config, lora=LoRAConfig(init=str(whole))))
     adapted = continued.add_lora(load_component("transformer", native, dtype="float32"), None)
     found = job.model.predict(adapted, jnp.asarray(x), text | features, jnp.array([500]))
@@ -354,7 +272,7 @@ def test_what_is_prepared_of_the_first_frame_is_what_inference_makes_of_it(model
     pipe = Pipeline.from_pretrained(models(release)[1], "float32")
     found = clip_latents(job, pipe).gather(np.arange(3))
     of_images = {name: (value.shape[1:], value.dtype) for name, value in found.items() if name not in ("mean", "std")}
-    assert of_images == image_arrays(job.images, job.size)
+    assert of_images == job.condition.arrays(job.size)
     frames = np.stack([load_clip(clip.path, 9, 32, 48, job.fps)[0] for clip in job.clips])
     if release != HUNYUAN:
         np.testing.assert_array_equal(found[FRAME], frames)
@@ -369,10 +287,10 @@ def test_what_is_prepared_of_the_first_frame_is_what_inference_makes_of_it(model
 def test_memory_and_disk_count_what_the_image_takes(job_of, models):
     """The VAE beside the transformer, and a frame of 32x48 of each of three clips."""
     job, text = job_of("cogvideox1.5-5b-i2v"), job_of("cogvideox1.5-5b-i2v")
-    vars(text)["images"] = []
+    vars(text)["condition"] = Condition()
     vae = load_component("vae", models("cogvideox1.5-5b-i2v")[1], dtype="float32")
-    assert job.memory()["image encoder"] == 4 * sum(x.size for x in jax.tree.leaves(vae))
-    assert text.memory()["image encoder"] == 0
+    assert job.memory()["encoder"] == 4 * sum(x.size for x in jax.tree.leaves(vae))
+    assert text.memory()["encoder"] == 0
     assert job.disk() - text.disk() == 3 * 32 * 48 * 3
 
 

@@ -101,7 +101,12 @@ COMPONENTS = {
     ),
 }
 
-RECIPE = TrainingRecipe(image_noise=(-3.0, 0.5), image_dropout=0.05, source="CogVideo's sat/ and finetune/")
+RECIPE = TrainingRecipe(
+    image_noise=(-3.0, 0.5),
+    image_dropout=0.05,
+    mask_dropout=0.9,
+    source="CogVideo's sat/ and finetune/; of inpainting and control models VideoX-Fun's scripts/cogvideox_fun",
+)
 
 OFS = 2.0
 """The motion scalar (ofs) of the released pipeline, for releases that have this input."""

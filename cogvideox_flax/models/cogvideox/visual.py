@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float32
+from jaxtyping import Array, Bool, Float32
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.models.codec import LatentStatistics, encode, sample
@@ -60,11 +60,10 @@ def masked_latents(
     Returns:
         Zeros for a video that is made anew all over.
     """
-    mask = (video[..., 3:] > 0).astype(jnp.float32)
-    mean = encode(vae, jnp.where(mask > 0, -1, video[..., :3]), tiled=tiled)[0].astype(jnp.float32)
-    _, frames, rows, columns, _ = mean.shape
-    kept = jnp.concatenate([shrink_mask(1 - mask, (frames, rows, columns)), mean], -1)
-    return statistics.normalize(jnp.where(mask.all((1, 2, 3, 4), keepdims=True), 0, kept))
+    mask = video[..., 3:] > 0
+    mean = encode(vae, jnp.where(mask, -1, video[..., :3]), tiled=tiled)[0].astype(jnp.float32)
+    kept = _with_mask(mask, statistics.normalize(mean), statistics)
+    return jnp.where(mask.all((1, 2, 3, 4), keepdims=True), 0, kept)
 
 
 def noisy_masked_latents(
@@ -82,6 +81,32 @@ def noisy_masked_latents(
     pixels, mask = video[..., :3], video[..., 3:]
     pixels = pixels + jnp.where(pixels == -1, 0, INPAINT_NOISE * noise)
     return masked_latents(vae, jnp.concatenate([pixels, mask], -1), noise, tiled=tiled, statistics=statistics)
+
+
+def masked_samples(
+    vae: Autoencoder,
+    video: Float32[Array, "B F H W 3"],
+    mask: Bool[Array, "B F H W 1"],
+    noise: Float32[Array, "B T h w C"],
+    *,
+    statistics: LatentStatistics,
+) -> Float32[Array, "B T h w C+1"]:
+    """The kept part of a video in training, where latents are drawn with `noise`: as `masked_latents`, but a video that
+    is made anew all over is the latents of a black one, with a mask of 0.
+
+    Source: VideoX-Fun `scripts/cogvideox_fun/train_lora.py`.
+    """
+    latents = sample(vae, jnp.where(mask, -1, video), noise, tiled=False, statistics=statistics)
+    return _with_mask(mask, latents, statistics)
+
+
+def _with_mask(
+    mask: Bool[Array, "B F H W 1"], latents: Float32[Array, "B T h w C"], statistics: LatentStatistics
+) -> Float32[Array, "B T h w C+1"]:
+    """1 - mask in the size of the latents, normalized as they are, and the latents."""
+    _, frames, rows, columns, _ = latents.shape
+    kept = shrink_mask(1 - mask.astype(jnp.float32), (frames, rows, columns))
+    return jnp.concatenate([statistics.normalize(kept), latents], -1)
 
 
 def visual_inputs(
@@ -104,6 +129,7 @@ def visual_inputs(
         noisy = transformer.add_noise_in_inpaint_model
         encoder, noise = (noisy_masked_latents, "frames") if noisy else (masked_latents, None)
         masked = of_clip | {"feature": "inpaint_latents", "encode": encoder, "noise": noise, "mask_channels": 1}
+        masked["encode_masked"] = masked_samples
         return (
             VisualInput(input="image", **masked),
             VisualInput(input="mask_video", **masked),
