@@ -16,7 +16,6 @@ from cogvideox_flax.io.video import from_uint8
 from cogvideox_flax.models.cogvideox.autoencoder import Autoencoder
 from cogvideox_flax.nn.norms import SpatialNormSiLU
 from cogvideox_flax.training.config import LoopConfig
-from cogvideox_flax.training.loop import Trainer
 from weights.toy_world import world
 from weights.toy_world.make.objectives import reconstruction
 from weights.toy_world.make.settings import (
@@ -27,7 +26,6 @@ from weights.toy_world.make.settings import (
     IMAGE_LOOP,
     KL_WEIGHT,
     L1_WEIGHT,
-    ROWS,
     SEED,
     SIZE,
     TWO_OBJECTS,
@@ -40,7 +38,7 @@ from weights.toy_world.make.settings import (
     VIDEO_STOP,
     Run,
 )
-from weights.toy_world.make.training import train_to_end
+from weights.toy_world.make.training import train_stage
 
 
 def vae_batch(
@@ -71,22 +69,15 @@ def vae_loss(params: dict[str, Autoencoder], _: None, video: Array, key: Key[Arr
 def train_vae_images(run: Run) -> Autoencoder:
     """Train on single frames, which need a third of the work per frame and teach shapes and colours."""
     batches = partial(vae_batch, batch=IMAGE_BATCH, frames=1, seed=SEED)
-    trainer = Trainer(
-        loss=vae_loss,
-        batches=batches,
-        config=IMAGE_LOOP,
-        folder=run.folder / "vae-images",
-        mesh=run.mesh,
-        rows=ROWS,
-    )
-    return train_to_end(trainer, {"vae": Autoencoder(VAE, rngs=nnx.Rngs(SEED))}).trained["vae"]
+    params = {"vae": Autoencoder(VAE, rngs=nnx.Rngs(SEED))}
+    return train_stage(run, "vae-images", IMAGE_LOOP, params, loss=vae_loss, batches=batches).trained["vae"]
 
 
 @cache  # two stages need it
 def train_vae(run: Run) -> Autoencoder:
     """Train on short clips, with latent channels standardised first; or load the base's autoencoder."""
     if run.base is not None:
-        return load_vae(run.base, dtype="float32")
+        return run.part("vae")
     done = run.folder / "vae-done"  # saved and loaded, since all later stages need exactly these weights
     if not done.exists():
         manifest = Manifest(family="cogvideox", configs={"vae": VAE})
@@ -99,16 +90,8 @@ def _train_vae_video(run: Run) -> Autoencoder:
         vae: Autoencoder, name: str, config: LoopConfig, crowded: float = CROWDED_SHARE, stop_at: int | None = None
     ) -> Autoencoder:
         batches = partial(vae_batch, batch=VIDEO_BATCH, frames=VIDEO_FRAMES, seed=config.seed, crowded=crowded)
-        trainer = Trainer(
-            loss=vae_loss,
-            batches=batches,
-            config=config,
-            folder=run.folder / name,
-            mesh=run.mesh,
-            rows=ROWS,
-            stop_at=stop_at,
-        )
-        return train_to_end(trainer, {"vae": vae}).trained["vae"]
+        how: Any = {"loss": vae_loss, "batches": batches, "stop_at": stop_at}
+        return train_stage(run, name, config, {"vae": vae}, **how).trained["vae"]
 
     encode = jax.jit(lambda vae, video: vae.encode(video))
     vae = train_vae_images(run)

@@ -16,13 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int, Key
 
-from cogvideox_flax.checkpoint import load_text_encoder, load_transformer, load_vae
-from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.video import from_uint8
 from cogvideox_flax.models.cogvideox.autoencoder import Autoencoder
 from cogvideox_flax.schedulers import DDIMScheduler
 from cogvideox_flax.training.latent_cache import LatentCache, prepare
-from cogvideox_flax.training.loop import METRICS_FILE, Trainer
+from cogvideox_flax.training.loop import METRICS_FILE
 from cogvideox_flax.training.metrics import plot_metrics
 from cogvideox_flax.training.objectives import Metrics
 from cogvideox_flax.training.shuffle import shuffled_indices
@@ -38,7 +36,6 @@ from weights.toy_world.make.settings import (
     NEAR_WEIGHT,
     ROLLOUT_STARTS,
     ROLLOUT_STEPS,
-    ROWS,
     SCHEDULER,
     SEED,
     SHARD,
@@ -47,7 +44,7 @@ from weights.toy_world.make.settings import (
     TWO_OBJECTS,
     Run,
 )
-from weights.toy_world.make.training import train_to_end
+from weights.toy_world.make.training import train_stage
 
 CLIP_SEED = SEED + 11
 CROWDED_EVERY = 8
@@ -63,8 +60,6 @@ def train_decoder(run: Run) -> Autoencoder:
     Raises:
         InputError: the run has no base.
     """
-    if run.base is None:
-        raise InputError("the decoder is trained for an existing model; give it with --from")
     latents = prepare_rollouts(run)
 
     def batch(step: int) -> dict[str, np.ndarray]:
@@ -72,15 +67,8 @@ def train_decoder(run: Run) -> Autoencoder:
         videos = np.stack([_video(int(i)) for i in indices])
         return latents.gather(indices) | {"video": from_uint8(videos), "near": near_things(videos)}
 
-    trainer = Trainer(
-        loss=decoder_loss,
-        batches=batch,
-        config=DECODER_LOOP,
-        folder=run.folder / "decoder",
-        mesh=run.mesh,
-        rows=ROWS,
-    )
-    return train_to_end(trainer, {"vae": load_vae(run.base, dtype="float32")}).trained["vae"]
+    params = {"vae": run.part("vae")}
+    return train_stage(run, "decoder", DECODER_LOOP, params, loss=decoder_loss, batches=batch).trained["vae"]
 
 
 def decoder_loss(
@@ -106,10 +94,7 @@ def decoder_loss(
 
 def prepare_rollouts(run: Run) -> LatentCache:
     """The encoder's latents of clips, `mean`, and what the transformer makes of them, `made`."""
-    assert run.base is not None
-    vae, encoder, transformer = (
-        load(run.base, dtype="float32") for load in (load_vae, load_text_encoder, load_transformer)
-    )
+    vae, encoder, transformer = map(run.part, ("vae", "text_encoder", "transformer"))
     tokenizer, scheduler = make_tokenizer(run), DDIMScheduler(SCHEDULER)
     encode = jax.jit(lambda vae, video: vae.encode(video)[0])
 
@@ -149,13 +134,8 @@ def near_things(videos: Int[np.ndarray, "B F H W 3"]) -> Float[np.ndarray, "B F 
 def export_decoder(run: Run) -> None:
     """Write RUN/checkpoint-decoder, the base with the trained decoder, and plot the loss."""
     vae = jax.device_get(train_decoder(run))
-    assert run.base is not None
     plot_metrics([run.folder / "decoder" / METRICS_FILE], ("mse", "l1"), run.folder / "training-decoder.png")
-    modules = {
-        "text_encoder": load_text_encoder(run.base, dtype="float32"),
-        "transformer": load_transformer(run.base, dtype="float32"),
-        "vae": vae,
-    }
+    modules = {"text_encoder": run.part("text_encoder"), "transformer": run.part("transformer"), "vae": vae}
     write_checkpoint(run, run.folder / "checkpoint-decoder", TRANSFORMER, modules, run.steps_before())
 
 

@@ -18,8 +18,6 @@ from cogvideox_flax import sharding
 from cogvideox_flax.checkpoint import (
     Domain,
     Manifest,
-    load_text_encoder,
-    load_transformer,
     parameters,
     read_manifest,
     save,
@@ -30,7 +28,7 @@ from cogvideox_flax.models.t5 import TextEncoder
 from cogvideox_flax.schedulers import DDIMScheduler
 from cogvideox_flax.tokenizer import SPIECE_FILE, Tokenizer
 from cogvideox_flax.training.latent_cache import LatentCache, prepare
-from cogvideox_flax.training.loop import METRICS_FILE, Trainer
+from cogvideox_flax.training.loop import METRICS_FILE
 from cogvideox_flax.training.metrics import plot_metrics
 from cogvideox_flax.training.objectives import Metrics, drop_captions, sample_latents, velocity_loss
 from cogvideox_flax.training.shuffle import shuffled_indices
@@ -46,7 +44,6 @@ from weights.toy_world.make.settings import (
     DTYPES,
     FRAMES,
     GUIDANCE,
-    ROWS,
     SCHEDULER,
     SEED,
     SHARD,
@@ -61,7 +58,7 @@ from weights.toy_world.make.settings import (
     Phase,
     Run,
 )
-from weights.toy_world.make.training import train_to_end
+from weights.toy_world.make.training import train_stage
 from weights.toy_world.make.vocabulary import word_model
 
 
@@ -190,10 +187,7 @@ def train_transformer(run: Run) -> TrainState:
     latents = prepare_latents(run)
     params: Any
     if run.base is not None:
-        params = {
-            "text_encoder": load_text_encoder(run.base, dtype="float32"),
-            "transformer": load_transformer(run.base, dtype="float32"),
-        }
+        params = {name: run.part(name) for name in ("text_encoder", "transformer")}
     else:
         params = {"text_encoder": TextEncoder(TEXT, rngs=nnx.Rngs(SEED + 4)), "transformer": new_transformer()}
 
@@ -205,18 +199,9 @@ def train_transformer(run: Run) -> TrainState:
             indices, rest = make_batch(step)
             return latents.gather(indices) | rest
 
-        trainer = Trainer(
-            loss=partial(diffusion_loss, phase=phase),
-            frozen=empty,
-            batches=batch,
-            config=phase.config,
-            folder=run.folder / phase.name,
-            mesh=run.mesh,
-            rows=ROWS,
-            stop_at=phase.steps,
-            recorded=phase.recorded(),
-        )
-        state = train_to_end(trainer, params)
+        how: Any = {"loss": partial(diffusion_loss, phase=phase), "frozen": empty, "batches": batch}
+        how |= {"stop_at": phase.steps, "recorded": phase.recorded()}
+        state = train_stage(run, phase.name, phase.config, params, **how)
         params = state.trained if phase.cooled else state.params
         done += phase.steps
     return state

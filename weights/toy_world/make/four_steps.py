@@ -18,13 +18,11 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float32, Int, Key
 
-from cogvideox_flax.checkpoint import load_text_encoder, load_transformer
-from cogvideox_flax.errors import InputError
 from cogvideox_flax.lora import add_lora, lora_parameters, save_lora, with_parameters
 from cogvideox_flax.models.cogvideox.model import CogVideoX
 from cogvideox_flax.schedulers import DDIMScheduler, StepTable
 from cogvideox_flax.training.latent_cache import LatentCache, prepare
-from cogvideox_flax.training.loop import METRICS_FILE, Trainer
+from cogvideox_flax.training.loop import METRICS_FILE
 from cogvideox_flax.training.metrics import plot_metrics
 from cogvideox_flax.training.objectives import Metrics
 from cogvideox_flax.training.shuffle import shuffled_indices
@@ -35,7 +33,6 @@ from weights.toy_world.make.settings import (
     DISTIL_BATCH,
     DISTIL_LOOP,
     DISTIL_RANK,
-    ROWS,
     SCHEDULER,
     SEED,
     SHARD,
@@ -46,7 +43,7 @@ from weights.toy_world.make.settings import (
     VAE,
     Run,
 )
-from weights.toy_world.make.training import train_to_end
+from weights.toy_world.make.training import train_stage
 
 STEPS = 4
 NAME, FOLDER = "four-steps", "embedded_four_steps"
@@ -62,26 +59,16 @@ def train_four_steps(run: Run) -> dict[str, Any]:
     Raises:
         InputError: the run has no base.
     """
-    if run.base is None:
-        raise InputError("the four steps are trained for an existing model; give it with --from")
     trajectories, tokenizer = prepare_trajectories(run), make_tokenizer(run)
-    transformer = _with_adapter(load_transformer(run.base, dtype="float32"))
-    frozen = {"transformer": transformer, "text_encoder": load_text_encoder(run.base, dtype="float32")}
+    transformer = _with_adapter(run.part("transformer"))
+    frozen = {"transformer": transformer, "text_encoder": run.part("text_encoder")}
 
     def batch(step: int) -> dict[str, np.ndarray]:
         indices = shuffled_indices(step, batch=DISTIL_BATCH, count=TRAJECTORIES, seed=PROMPT_SEED)
         return trajectories.gather(indices) | {"ids": tokenizer([_prompt(int(i)) for i in indices])}
 
-    trainer = Trainer(
-        loss=step_loss,
-        batches=batch,
-        config=DISTIL_LOOP,
-        folder=run.folder / NAME,
-        frozen=frozen,
-        mesh=run.mesh,
-        rows=ROWS,
-    )
-    return train_to_end(trainer, {"transformer": lora_parameters(transformer)}).trained["transformer"]
+    params, how = {"transformer": lora_parameters(transformer)}, {"loss": step_loss, "batches": batch, "frozen": frozen}
+    return train_stage(run, NAME, DISTIL_LOOP, params, **how).trained["transformer"]
 
 
 def step_loss(
@@ -108,8 +95,7 @@ def velocity_between(
 
 def prepare_trajectories(run: Run) -> LatentCache:
     """Guided runs of the base: `states` [STEPS + 1, T, h, w, C], from noise to the last latents."""
-    assert run.base is not None
-    encoder, transformer = (load(run.base, dtype="float32") for load in (load_text_encoder, load_transformer))
+    encoder, transformer = map(run.part, ("text_encoder", "transformer"))
     tokenizer, scheduler = make_tokenizer(run), DDIMScheduler(SCHEDULER)
     plan = jax.tree.map(jnp.asarray, scheduler.plan(TEACHER_STEPS))
     every = TEACHER_STEPS // STEPS
@@ -143,8 +129,7 @@ def export_four_steps(run: Run) -> Path:
     """
     parameters = train_four_steps(run)
     plot_metrics([run.folder / NAME / METRICS_FILE], ("velocity",), run.folder / f"training-{NAME}.png")
-    assert run.base is not None
-    transformer = _with_adapter(load_transformer(run.base, dtype="float32"))
+    transformer = _with_adapter(run.part("transformer"))
     narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), parameters)
     return save_lora(CogVideoX, run.folder / FOLDER, with_parameters(transformer, narrow))
 

@@ -15,14 +15,12 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Key
 
-from cogvideox_flax.checkpoint import load_text_encoder, load_transformer
-from cogvideox_flax.errors import InputError
 from cogvideox_flax.models.cogvideox.model import CogVideoX
 from cogvideox_flax.models.cogvideox.transformer import Transformer
 from cogvideox_flax.schedulers import DDIMScheduler
 from cogvideox_flax.training.config import LoopConfig
 from cogvideox_flax.training.latent_cache import LatentCache
-from cogvideox_flax.training.loop import METRICS_FILE, Trainer
+from cogvideox_flax.training.loop import METRICS_FILE
 from cogvideox_flax.training.metrics import plot_metrics
 from cogvideox_flax.training.objectives import Metrics, drop_captions, sample_latents, velocity_loss
 from cogvideox_flax.training.step import TrainState
@@ -33,7 +31,6 @@ from weights.toy_world.make.settings import (
     CAPTION_DROPOUT,
     CLIP_SEED,
     DIFFUSION_OPTIMIZER,
-    ROWS,
     SCHEDULER,
     SEED,
     STATISTICS,
@@ -42,7 +39,7 @@ from weights.toy_world.make.settings import (
     Phase,
     Run,
 )
-from weights.toy_world.make.training import train_to_end
+from weights.toy_world.make.training import train_stage
 
 IMAGE_TRANSFORMER = replace(TRANSFORMER, in_channels=TRANSFORMER.in_channels + VAE.latent_channels)
 LOOP = LoopConfig(
@@ -104,8 +101,7 @@ def train_image_to_video(run: Run) -> TrainState:
     Raises:
         InputError: the run has no base.
     """
-    if run.base is None:
-        raise InputError("image to video is trained from an existing model; give it with --from")
+    params = {"transformer": widen(run.part("transformer"))}
     latents, frames = prepare_latents(run), prepare_first_frames(run)
     make_batch, empty = make_batches(run, PHASE)
 
@@ -114,28 +110,17 @@ def train_image_to_video(run: Run) -> TrainState:
         image = {f"image_{name}": value for name, value in frames.gather(indices).items()}
         return latents.gather(indices) | image | rest
 
-    trainer = Trainer(
-        loss=image_to_video_loss,
-        frozen={"empty": empty, "text_encoder": load_text_encoder(run.base, dtype="float32")},
-        batches=batch,
-        config=PHASE.config,
-        folder=run.folder / PHASE.name,
-        mesh=run.mesh,
-        rows=ROWS,
-        recorded=PHASE.recorded(),
-    )
-    return train_to_end(trainer, {"transformer": widen(load_transformer(run.base, dtype="float32"))})
+    frozen = {"empty": empty, "text_encoder": run.part("text_encoder")}
+    how: Any = {"loss": image_to_video_loss, "frozen": frozen, "batches": batch, "recorded": PHASE.recorded()}
+    return train_stage(run, PHASE.name, PHASE.config, params, **how)
 
 
 def export_image_to_video(run: Run) -> None:
     """Write the averaged weights as RUN/checkpoint-image-to-video, and plot the loss."""
     state = train_image_to_video(run)
-    assert run.base is not None
     metrics = [run.folder / PHASE.name / METRICS_FILE]
     plot_metrics(metrics, ("loss", "loss_noisy", "loss_clean"), run.folder / "training-image-to-video.png")
-    modules = jax.device_get(state.trained) | {
-        "text_encoder": load_text_encoder(run.base, dtype="float32"),
-        "vae": jax.device_get(train_vae(run)),
-    }
+    others = {"text_encoder": run.part("text_encoder"), "vae": jax.device_get(train_vae(run))}
+    modules = jax.device_get(state.trained) | others
     steps = run.steps_before() + PHASE.steps
     write_checkpoint(run, run.folder / "checkpoint-image-to-video", IMAGE_TRANSFORMER, modules, steps)

@@ -8,7 +8,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from cogvideox_flax.checkpoint import read_manifest
+from cogvideox_flax.checkpoint import load_component, read_manifest
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.models.codec import LatentStatistics
 from cogvideox_flax.models.cogvideox.config import TransformerConfig, VAEConfig
@@ -207,6 +207,16 @@ class Run:
     constant_steps: int = CONSTANT_STEPS
     rounds: int = 1
     round_steps: int = RESTART_LOOP.steps
+
+    def part(self, name: str) -> Any:
+        """A component of the base, in float32.
+
+        Raises:
+            InputError: the run has no base.
+        """
+        if self.base is None:
+            raise InputError("this stage starts from an existing model; give it with --from")
+        return load_component(name, self.base, dtype="float32")
 
     @property
     def phases(self) -> list[Phase]:
