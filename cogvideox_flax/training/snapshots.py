@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -109,17 +109,27 @@ class Snapshots:
         if self._shared:
             with self._errors():
                 self._manager.save(step, args=ocp.args.StandardSave(arrays))  # returns when the arrays are copied
-            self._write = self._background.submit(self._finish, step)
+            self._write = self._background.submit(self._end_all_on_error, self._finish, step)
         else:
             shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in arrays.items()}
-            self._write = self._background.submit(self._write_gathered, step, copy_own_shards(arrays), shapes)
+            shards = copy_own_shards(arrays)
+            self._write = self._background.submit(self._end_all_on_error, self._write_gathered, step, shards, shapes)
 
     def _wait(self) -> None:
-        """Wait for the last write."""
-        with self._errors():
-            if self._write is not None:
-                write, self._write = self._write, None
-                write.result()
+        """Wait for the last write, and raise its error."""
+        if self._write is not None:
+            write, self._write = self._write, None
+            write.result()
+
+    def _end_all_on_error(self, write: Callable[..., None], *args: Any) -> None:
+        """Run a write. An error ends all processes at once, where there are several: the others may wait for this one
+        before it raises the error."""
+        try:
+            with self._errors():
+                write(*args)
+        except Exception as e:
+            hosts.fail(str(e), 2 if isinstance(e, InputError) else 1)
+            raise
 
     def _write_gathered(self, step: int, shards: Any, shapes: dict[str, jax.ShapeDtypeStruct]) -> None:
         state = gather_on_first(shards, shapes)
@@ -193,6 +203,8 @@ class Snapshots:
     def _is_damaged(self, step: int) -> bool:
         """Whether this process' share of a state's files differs from their hashes. There are none if their writer was
         killed before it hashed them."""
+        if not self._accesses_disk:
+            return False
         written: dict[str, str] = {}
         for record in (self._folder / f"{step}.json", *self._folder.glob(f"{step}.*.json")):
             with suppress(OSError, ValueError, KeyError):

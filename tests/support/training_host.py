@@ -55,7 +55,9 @@ def main() -> None:
 
     def on_step(done, state):
         if after:
-            threading.Timer(float(after.pop()), os.kill, (os.getpid(), signal.SIGKILL)).start()
+            timer = threading.Timer(float(after.pop()), os.kill, (os.getpid(), signal.SIGKILL))
+            timer.daemon = True
+            timer.start()
 
     with hosts.joined(address, {}, lambda e: (1, None)):
         trainer = loop.Trainer(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -468,6 +469,20 @@ def test_orbax_errors_are_not_logged_too(tmp_path, caplog):
             logging.getLogger("absl").exception("_SignalingThread.run() raised an exception")
             raise
     assert "Traceback" not in caplog.text and "Signaling" not in caplog.text
+
+
+def test_a_write_that_fails_ends_all_processes_at_once(tmp_path, monkeypatch):
+    ended = []
+
+    def fail(self, step):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(snapshots.Snapshots, "_write_hashes", fail)
+    monkeypatch.setattr(snapshots.hosts, "fail", lambda message, code: ended.append((message.split(";")[0], code)))
+    message = f"writing a training state to {tmp_path} failed: No space left on device"
+    with pytest.raises(InputError, match=message), snapshots.Snapshots(tmp_path, 1) as states:
+        states.save(1, {"x": jnp.zeros(3)})
+    assert ended == [(message, 2)]
 
 
 def test_no_room_for_a_state_is_known_before_it_is_written(tmp_path, monkeypatch):

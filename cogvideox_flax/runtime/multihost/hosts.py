@@ -5,8 +5,9 @@ start, values that process 0 broadcasts, the failure of a process, and the end. 
 so the others are notified at once, also while they wait in a collective. JAX's coordination service cannot report
 this: if a process is lost or does not join, it aborts the others (exit code 134) before Python sees an error.
 
-Process 0 alone reads, decides, writes and prints, and broadcasts what it read or decided. Outside of `joined` there is
-one process, and every function here is a plain call.
+Process 0 alone reads, decides, writes and prints, and broadcasts what it read or decided; but each process writes its
+shards of a training state where they share a disk. Outside of `joined` there is one process, and every function here is
+a plain call.
 """
 
 from __future__ import annotations
@@ -254,10 +255,10 @@ def end_if_another_failed() -> None:
         _group.end_if_another_failed()
 
 
-def fail(message: str) -> None:
-    """End all processes with this message, where there are several."""
+def fail(message: str, code: int = 1) -> None:
+    """End all processes with this message and exit code, where there are several."""
     if _group is not None:
-        _group.fail(1, message)
+        _group.fail(code, message)
 
 
 def _redirect_stdout(address: ProcessAddress) -> None:
