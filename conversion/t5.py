@@ -18,9 +18,7 @@ def t5_table(config: TextEncoderConfig) -> Table:
         # only the first block stores the table; all blocks share it
         Rule(r"encoder\.block\.0\.layer\.0\.SelfAttention\.relative_attention_bias\.weight", "position_bias"),
         Rule(BLOCK + r"layer\.0\.layer_norm\.weight", "blocks.norm_attn.scale"),
-        Rule(ATTENTION + r"q\.weight", "blocks.attn.q.weight"),
-        Rule(ATTENTION + r"k\.weight", "blocks.attn.k.weight"),
-        Rule(ATTENTION + r"v\.weight", "blocks.attn.v.weight"),
+        Rule(ATTENTION + r"([qkv])\.weight", r"blocks.attn.\2.weight"),
         Rule(ATTENTION + r"o\.weight", "blocks.attn.out.weight"),
         Rule(BLOCK + r"layer\.1\.layer_norm\.weight", "blocks.norm_mlp.scale"),
         Rule(MLP + r"wi_0\.weight", "blocks.mlp.gate.weight"),

@@ -199,9 +199,9 @@ class Codec:
 
         tiled: in the reference's overlapping tiles.
         """
-        tiling = self.config.tiling if tiled else None
-        z = self.statistics.denormalize(latents)
-        return vae.decode(z, tiling=tiling, slicing=len(latents) > 1).astype(jnp.float32)
+        how: Any = {"chunks": self.chunks(latents.shape[1])} if self.decodes_chunks else {}
+        how |= {"tiling": self.config.tiling if tiled else None, "slicing": len(latents) > 1}
+        return vae.decode(self.statistics.denormalize(latents), **how).astype(jnp.float32)
 
     def chunks(self, frames: int) -> Sequence[int]:
         """The latent frames of each chunk of a clip of `frames`; they have few different lengths."""

@@ -130,6 +130,30 @@ def describe_mesh(mesh: MeshShape) -> str:
     return ",".join(map(str, mesh[:3])) + (f",{FSDP}" if mesh[3:] == (True,) else "")
 
 
+def block_rows(blocks: str) -> ParameterRows:
+    """The rows of attention and MLP in a transformer's stacked blocks, whose path is `blocks`.
+
+    With a LoRA, a linear map is the adapter's `base`; the adapter's a and b have the logical axes of its input and
+    output.
+    """
+    rows: ParameterRows = (
+        (r"attn\.[qkv]\.(base\.)?kernel", (None, "stored", "heads")),
+        (r"attn\.[qkv]\.b", (None, None, "heads")),
+        (r"attn\.[qkv]\.(base\.)?(bias|scale)", (None, "heads")),
+        (r"attn\.out\.(base\.)?kernel", (None, "heads", "stored")),
+        (r"attn\.out\.a", (None, "heads", None)),
+        (r"mlp\.up\.(base\.)?kernel", (None, "stored", "hidden")),
+        (r"mlp\.up\.b", (None, None, "hidden")),
+        (r"mlp\.up\.(base\.)?(bias|scale)", (None, "hidden")),
+        (r"mlp\.down\.(base\.)?kernel", (None, "hidden", "stored")),
+        (r"mlp\.down\.a", (None, "hidden", None)),
+        (r"attn\.([qkv]\.a|out\.b)|mlp\.(up\.a|down\.b)", REPLICATED),
+        (r"(attn\.out|mlp\.down)\.(base\.)?(bias|scale)", REPLICATED),
+        (r"attn\.norm_[qk]\..*", REPLICATED),
+    )
+    return tuple((rf"{blocks}\.({pattern})", axes) for pattern, axes in rows)
+
+
 def parameter_axes(rows: ParameterRows, name: str) -> Axes:
     """Logical axes of one parameter.
 

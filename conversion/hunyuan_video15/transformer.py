@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from cogvideox_flax.conversion.rules import Rule, Table, linear, norm, pixel
+from cogvideox_flax.conversion.rules import Rule, Table, linear, norm, pointwise
 from cogvideox_flax.models.hunyuan_video15.adapters import COMFYUI, TENCENT
 from cogvideox_flax.models.hunyuan_video15.config import TransformerConfig
 
@@ -37,8 +35,7 @@ def transformer_table(config: TransformerConfig) -> Table:
     """The mapping table for one architecture."""
     second_time = linear(r"time_embed\.timestep_embedder_r\.linear_([12])", r"next_time_embedding.linear_\1")
     return (
-        Rule(r"x_embedder\.proj\.weight", "patch_embed.kernel", _pointwise, shape=pixel),
-        Rule(r"x_embedder\.proj\.bias", "patch_embed.bias"),
+        *pointwise(r"x_embedder\.proj", "patch_embed"),
         *linear(r"time_embed\.timestep_embedder\.linear_([12])", r"time_embedding.linear_\1"),
         *(second_time if config.use_meanflow else ()),
         *_refiner(),
@@ -80,8 +77,3 @@ def _stream(name: str, modulation: str, projection: str, out: str, mlp: str) -> 
         *linear(LAYER + mlp + r"\.net\.0\.proj", target + ".mlp.up"),
         *linear(LAYER + mlp + r"\.net\.2", target + ".mlp.down"),
     )
-
-
-def _pointwise(weight: np.ndarray) -> np.ndarray:
-    """A convolution of single latent pixels [out, in, 1, 1, 1] -> [in, out]."""
-    return weight.reshape(weight.shape[:2]).T

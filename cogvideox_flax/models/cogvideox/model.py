@@ -159,12 +159,6 @@ class CogVideoXCodec(Codec):
         released = self.config.block_channels == VAEConfig().block_channels
         return np.array(releases.PREVIEW, np.float32) if released else None
 
-    def decode(self, vae: Autoencoder, latents: Float[Array, "B T h w C"], tiled: bool) -> Float32[Array, "B F H W 3"]:
-        tiling = self.config.tiling if tiled else None
-        chunks = self.chunks(latents.shape[1])
-        z = self.statistics.denormalize(latents)
-        return vae.decode(z, tiling=tiling, slicing=len(latents) > 1, chunks=chunks).astype(jnp.float32)
-
     def chunks(self, frames: int) -> list[int]:
         """diffusers' chunks; for even T, of which these make 4 T frames, VideoX-Fun's, which make 4 (T - 1) + 1."""
         return (chunk_sizes if frames % 2 else sizes_after_first)(frames, DECODE_CHUNK)
