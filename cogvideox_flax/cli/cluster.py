@@ -90,7 +90,11 @@ def make_on_cluster(
 
     size, results = worker_size(args.ray, args.ray_worker, args.hosts_per_worker), sys.stdout
     with redirect_stdout(sys.stderr):  # Ray prints there what it has to say of lost workers
-        cluster.make_on_cluster(args.ray, jobs, model, checkpoint, size, folder.absolute(), made, refused)
+        ray = cluster.connect(args.ray)
+        try:
+            cluster.Driver(ray, [*jobs], model, checkpoint, size, folder.absolute(), made, refused).run()
+        finally:
+            ray.shutdown()
 
 
 def _absolute(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import socket
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -139,38 +139,8 @@ class _Slot:
     ready: Ready = field(default_factory=Ready)
 
 
-def make_on_cluster(
-    address: str,
-    jobs: Sequence[ClusterJob],
-    model: ModelChoice,
-    checkpoint: Mapping[str, Any],
-    size: WorkerSize,
-    folder: Path,
-    made: Callable[[ClusterJob, bytes, dict[str, Any]], None],
-    refused: Callable[[ClusterJob, str], None],
-) -> None:
-    """Make all jobs on a cluster, as many at once as it has room for; machines that join later take part.
-
-    Args:
-        address: of the cluster, as `ray.init` takes it; "local" starts one on this machine.
-        model, checkpoint: as for `Worker`.
-        size: what a worker takes.
-        folder: of the run directories.
-        made, refused: told of each job.
-
-    Raises:
-        InputError: Ray is not installed, the cluster is not reached, none of its machines is large enough for a
-            worker, or no worker can open the model.
-    """
-    ray = connect(address)
-    try:
-        _Driver(ray, jobs, (model, checkpoint), size, folder, made, refused).run()
-    finally:
-        ray.shutdown()
-
-
 def connect(address: str) -> Any:
-    """Ray, connected to a cluster.
+    """Ray, connected to the cluster at an address, as `ray.init` takes it; "local" starts one on this machine.
 
     Raises:
         InputError: it is not installed, or the cluster is not reached.
@@ -204,28 +174,41 @@ def _check_reachable(address: str) -> None:
             pass
 
 
-class _Driver:
-    def __init__(
-        self,
-        ray: Any,
-        jobs: Sequence[ClusterJob],
-        model: tuple[ModelChoice, Mapping[str, Any]],
-        size: WorkerSize,
-        folder: Path,
-        made: Callable[[ClusterJob, bytes, dict[str, Any]], None],
-        refused: Callable[[ClusterJob, str], None],
-    ):
-        self.ray, self.todo, self.model, self.folder = ray, list(jobs), model, folder
-        self.size = size.on(ray)
-        self.made, self.refused = made, refused
-        self.slots: list[_Slot] = []
-        self.looked = -math.inf
-        self.unopened = 0  # workers that failed to open the model since one did
-        self.reason = ""  # of the last of them
-        self.waits = False
+@dataclass
+class Driver:
+    """Makes jobs on a cluster, as many at once as it has room for; machines that join later take part.
+
+    ray: from `connect`.
+    todo: the jobs that are not begun.
+    model, checkpoint: as for `Worker`.
+    size: what a worker takes.
+    folder: of the run directories.
+    made, refused: told of each job.
+    looked: when free places were looked for.
+    unopened, reason: workers that failed to open the model since one did, and why the last of them did.
+    """
+
+    ray: Any
+    todo: list[ClusterJob]
+    model: ModelChoice
+    checkpoint: Mapping[str, Any]
+    size: WorkerSize
+    folder: Path
+    made: Callable[[ClusterJob, bytes, dict[str, Any]], None]
+    refused: Callable[[ClusterJob, str], None]
+    slots: list[_Slot] = field(default_factory=list)
+    looked: float = -math.inf
+    unopened: int = 0
+    reason: str = ""
+    waits: bool = False
 
     def run(self) -> None:
-        """Hand out jobs until all are made or refused."""
+        """Hand out jobs until all are made or refused.
+
+        Raises:
+            InputError: none of the machines is large enough for a worker, or no worker can open the model.
+        """
+        self.size = self.size.on(self.ray)
         while self.todo or any(slot.job for slot in self.slots):
             self._start_workers()
             tasks = {slot.task: slot for slot in self.slots if slot.task is not None}
@@ -266,7 +249,7 @@ class _Driver:
                 return  # one of those that are at it may open it
         waiting = len(self.todo) - sum(slot.job is None for slot in self.slots)
         for place in free[: max(0, waiting)]:
-            group = Group(self.ray, place, self.size.needs, Worker, *self.model)
+            group = Group(self.ray, place, self.size.needs, Worker, self.model, self.checkpoint)
             self.slots.append(_Slot(group, group.first.ready.remote()))
         if not self.slots and not self.waits:
             self.waits = True

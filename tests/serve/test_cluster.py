@@ -443,7 +443,7 @@ def drive(simulated, lines, needs, monkeypatch, tmp_path, hosts=None, shapes="a"
     jobs = [serve.ClusterJob(f"line-{i}", Shape(shape), {}, tmp_path / f"{i}.mp4") for i, shape in shapes_of]
     take = lambda job, video, recipe: made.append(job.name)  # noqa: E731
     refuse = lambda job, reason: refused.update({job.name: reason})  # noqa: E731
-    serve._Driver(simulated, jobs, (), WorkerSize(needs, hosts), tmp_path, take, refuse).run()
+    serve.Driver(simulated, jobs, ModelChoice(None, "demo"), {}, WorkerSize(needs, hosts), tmp_path, take, refuse).run()
     return sorted(made), refused
 
 
