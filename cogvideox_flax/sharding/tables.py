@@ -14,9 +14,11 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -178,17 +180,30 @@ def parameter_sharding(mesh: Mesh, rows: ParameterRows, name: str, shape: tuple[
 def layer_weights(rows: ParameterRows, layer: T) -> T:
     """One layer of a component's `blocks`, on an FSDP mesh gathered over dp and sp.
 
-    Used in the body of the scan over layers, so that only one or two layers are gathered at any time.
+    Used in the body of the scan over layers, so that only one or two layers are gathered at any time. The gradient of
+    what is gathered is summed in float32 and split again in one exchange.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if FSDP not in mesh.axis_names:
         return layer
 
     def gather(path: jax.tree_util.KeyPath, leaf: Array) -> Array:
-        axes = parameter_axes(rows, f"blocks.{parameter_name(path)}")[1:]
-        return constrain(leaf, *(None if axis == "stored" else axis for axis in axes))
+        return _gathered(parameter_axes(rows, f"blocks.{parameter_name(path)}")[1:], leaf)
 
     return jax.tree_util.tree_map_with_path(gather, layer)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gathered(axes: Axes, x: Array) -> Array:
+    return constrain(x, *(None if axis == "stored" else axis for axis in axes))
+
+
+def _scattered(axes: Axes, _: None, grad: Array) -> tuple[Array]:
+    """Without this constraint it would be that of what is gathered: a sum that every device has all of."""
+    return (constrain(grad.astype(jnp.float32), *axes).astype(grad.dtype),)
+
+
+_gathered.defvjp(lambda axes, x: (_gathered(axes, x), None), _scattered)
 
 
 def parameter_name(path: jax.tree_util.KeyPath) -> str:
