@@ -348,6 +348,8 @@ def _add_plan(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--train", action="store_true", help=what)
     sub.add_argument("--method", choices=("lora", "full"), help="what is trained; default: lora")
     sub.add_argument("--rank", type=_count, metavar="R", help="rank of the adapters; default: 64")
+    what = "weights beside the adapters in 8 bit; default: as the checkpoint has them"
+    sub.add_argument("--quantize", choices=("int8", "float8"), help=what)
     sub.add_argument("--batch", type=_count, metavar="CLIPS", help="clips of a step; default: 1")
     what = "what is recomputed in the backward pass (docs/training.md); default: full"
     sub.add_argument("--remat", choices=("none", "full", "attention", "offload", "auto"), help=what)

@@ -25,7 +25,7 @@ from cogvideox_flax.runtime.terminal import say
 from cogvideox_flax.sharding import MeshShape, describe_mesh, parse_mesh
 from cogvideox_flax.sharding.devices import find_devices
 
-TRAINING = ("method", "rank", "batch", "remat")
+TRAINING = ("method", "rank", "quantize", "batch", "remat")
 """Options of a training step."""
 
 

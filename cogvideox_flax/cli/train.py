@@ -64,7 +64,7 @@ def plan_training(args: argparse.Namespace, manifest: Manifest) -> tuple[Finetun
         clips=Path(),
         out=Path(),
         method=args.method or "lora",
-        lora=LoRAConfig(rank=args.rank),
+        lora=LoRAConfig(rank=args.rank, quantize=args.quantize),
         mesh=args.mesh,
         batch=args.batch or 1,
         remat=args.remat or "full",

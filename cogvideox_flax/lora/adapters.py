@@ -22,7 +22,7 @@ from cogvideox_flax.lora.product import adapted_product, product
 from cogvideox_flax.models.model import Family
 from cogvideox_flax.nn.layers import Linear
 from cogvideox_flax.nn.platforms import by_platform
-from cogvideox_flax.nn.quantized import QuantizedLinear, kind_of
+from cogvideox_flax.nn.quantized import QuantizedLinear, WidenedLinear, kind_of
 from cogvideox_flax.nn.stack import same_arrays
 
 SCOPE = "adapter"
@@ -54,7 +54,7 @@ class LoRALinear(nnx.Module):
 
     def __call__(self, x: Float[Array, "*batch in"], *, out_dtype: Any = None) -> Float[Array, "*batch out"]:
         """As for `layers.Linear`."""
-        if not isinstance(self.base, Linear) or sharding.devices_of("heads") > 1:
+        if not isinstance(self.base, Linear | WidenedLinear) or sharding.devices_of("heads") > 1:
             y = self._two_products(x)
         else:
             y = by_platform(x, default=self._two_products, tpu=self._one_product)
@@ -69,6 +69,9 @@ class LoRALinear(nnx.Module):
     def _one_product(self, x: Float[Array, "*batch in"]) -> Float32[Array, "*batch out"]:
         """Where neither axis of the weights is split: what is split cannot be made longer without an exchange."""
         base, b = self.base, self.scale * self.b[...].astype(jnp.float32)
+        if isinstance(base, WidenedLinear):  # whose scale is applied to the sum
+            y = adapted_product(x, self.a[...], b / base.scale[...], base.kernel[...].astype(x.dtype))
+            return base.finish(y, jnp.float32)
         y = adapted_product(x, self.a[...], b, base.kernel[...].astype(x.dtype))
         return y if base.bias is None else y + base.bias[...].astype(jnp.float32)
 
@@ -106,7 +109,8 @@ def add_lora(
         mesh: the transformer's mesh.
 
     Raises:
-        InputError: a rank below 1, no target, an unknown target or one that has an adapter already; 8-bit weights.
+        InputError: a rank below 1, no target, an unknown target or one that has an adapter already; weights of 8
+            bits that are not of `quantize_frozen`.
     """
     if rank < 1:
         raise InputError(f"the rank of a LoRA must be 1 or more; got {rank}")
@@ -118,9 +122,12 @@ def add_lora(
     model = same_arrays(transformer)
     for target in dict.fromkeys(targets):
         linear = unadapted(model, places[target])
-        if isinstance(linear, QuantizedLinear):
+        if isinstance(linear, QuantizedLinear) and not isinstance(linear, WidenedLinear):
             kind = kind_of(linear.kernel.dtype)
-            raise InputError(f"adapters are trained on weights as they were trained; this transformer's are {kind}")
+            raise InputError(
+                f"rows of x are quantized too where weights are {kind}, which has no gradient; expected a transformer "
+                "of nn.quantized.quantize_frozen"
+            )
         layers, width, out = linear.kernel.shape
         bound = width**-0.5
         a = jax.random.uniform(rngs.params(), (layers, width, rank), minval=-bound, maxval=bound)

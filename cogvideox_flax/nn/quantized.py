@@ -11,7 +11,7 @@ thousands of terms.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -59,10 +59,26 @@ class QuantizedLinear(nnx.Module):
         kind = kind_of(kernel.dtype)
         assert kind is not None
         rounded, factor = round_to(kind, x, axis=-1)
-        y = _product(rounded, kernel) * factor * self.scale[...]
-        if self.bias is not None:
-            y = y + self.bias[...].astype(jnp.float32)
-        return y.astype(out_dtype or x.dtype)
+        return self.finish(_product(rounded, kernel) * factor, out_dtype or x.dtype)
+
+    def finish(self, y: Float32[Array, "*batch out"], dtype: Any) -> Float[Array, "*batch out"]:
+        """The result of the map, of the product with the kernel alone."""
+        y = y * self.scale[...]
+        return (y if self.bias is None else y + self.bias[...].astype(jnp.float32)).astype(dtype)
+
+
+class WidenedLinear(QuantizedLinear):
+    """y = x @ (kernel * scale) + bias, with x not quantized: for training adapters beside it.
+
+    The kernel is widened to x's dtype, which holds its numbers exactly, and multiplied by its scale after the product.
+    The gradient of x is that of the same map; through rounded rows of x it would be 0.
+    """
+
+    def __call__(self, x: Float[Array, "*batch in"], *, out_dtype: Any = None) -> Float[Array, "*batch out"]:
+        """As for `layers.Linear`."""
+        kernel = self.kernel[...].astype(x.dtype)
+        y = jnp.matmul(x, kernel, preferred_element_type=jnp.float32, precision=precision(x.dtype))
+        return self.finish(y, out_dtype or x.dtype)
 
 
 class QuantizedTransposedLinear(nnx.Module):
@@ -123,11 +139,27 @@ def quantize(module: Any, maps: Iterable[str], kind: str = "int8") -> Any:
     Raises:
         InputError: the maps have 8-bit weights already.
     """
+    return _with_maps(module, maps, partial(_quantized, kind=kind))
+
+
+def quantize_frozen(module: Any, maps: Iterable[str], kind: str) -> Any:
+    """As `quantize`, to train adapters beside the maps (`WidenedLinear`); these may be of this kind already."""
+
+    def widened(linear: Linear | QuantizedLinear) -> WidenedLinear:
+        narrow = linear if isinstance(linear, QuantizedLinear) else _quantized(linear, kind)
+        assert isinstance(narrow, QuantizedLinear)
+        return WidenedLinear(narrow.kernel[...], narrow.scale[...], None if narrow.bias is None else narrow.bias[...])
+
+    return _with_maps(module, maps, widened)
+
+
+def _with_maps(module: Any, maps: Iterable[str], make: Callable[[Any], nnx.Module]) -> Any:
+    """The module with make(map) in the place of some of its maps."""
     result = same_arrays(module)
     for path in maps:
         owner, name = path.rsplit(".", 1)
         part = attrgetter(owner)(result)
-        setattr(part, name, _quantized(getattr(part, name), kind))
+        setattr(part, name, make(getattr(part, name)))
     return result
 
 

@@ -35,6 +35,7 @@ from typing import Any, Literal
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.paths import check_kind, expand_user
 from cogvideox_flax.io.values import MAX_FLOAT32, faults_of, is_count, is_finite_number, short_repr, typed
+from cogvideox_flax.nn.quantized import KINDS
 from cogvideox_flax.nn.remat import Remat
 from cogvideox_flax.schedulers.timestep_law import LAWS
 
@@ -167,12 +168,15 @@ class LoRAConfig:
     targets: names of the family's `lora.targets`; None for its `lora.default_targets`.
     init: an adapter from which training goes on, as --lora takes it; rank, alpha and targets are its own. None for new
         adapters.
+    quantize: "int8" or "float8": the blocks' linear maps, which are not trained, have weights of 8 bits, as from
+        `cogvideox quantize`, and activations are not quantized; None: as the checkpoint has them.
     """
 
     rank: int | None = None
     alpha: float | None = None
     targets: tuple[str, ...] | None = None
     init: str | None = None
+    quantize: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,6 +307,8 @@ class TrainingConfig:
             ("image_noise", all(map(is_finite_number, noise)) and noise[1] >= 0, "a mean, and a deviation, 0 or more"),
             ("lora.rank", lora.rank is None or is_count(lora.rank, MAX_RANK), f"1 to {MAX_RANK}"),
             ("lora.init", lora.init is None or self.method == "lora", 'none, with method "full"'),
+            ("lora.quantize", lora.quantize in (None, *KINDS), " or ".join(KINDS)),
+            ("lora.quantize", lora.quantize is None or self.method == "lora", 'none, with method "full"'),
             ("lora.alpha", lora.alpha is None or 0 < lora.alpha <= MAX_FLOAT32, "a finite number above 0"),
             ("timesteps.law", law is None or law in LAWS, " or ".join(LAWS)),
             ("timesteps.mean", mean is None or is_finite_number(mean), "a finite number"),

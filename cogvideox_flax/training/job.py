@@ -23,12 +23,13 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.media import UNSEEN, Media, describe_fit, resolve_media
 from cogvideox_flax.generate.request import GenerationRequest
 from cogvideox_flax.generate.resolve import check_model, log_warnings, resolve
-from cogvideox_flax.generate.run import Run
+from cogvideox_flax.generate.run import Run, shapes_on
 from cogvideox_flax.io.contents import Contents
 from cogvideox_flax.io.paths import cache_dir, check_free_space, check_writable, existing_parent
 from cogvideox_flax.lora.files import LowRankPair
-from cogvideox_flax.models.model import VideoModel
+from cogvideox_flax.models.model import Component, VideoModel
 from cogvideox_flax.models.sizes import Size
+from cogvideox_flax.nn.quantized import quantize_frozen
 from cogvideox_flax.nn.remat import RematChoice, choice_of
 from cogvideox_flax.runtime.multihost import hosts
 from cogvideox_flax.runtime.settings import random_key
@@ -205,6 +206,8 @@ class FinetuneJob:
     def made_of_lora(self) -> dict[str, Any]:
         """What decides the adapters at the start, as JSON."""
         settings = dataclasses.asdict(self.config.lora) | {"targets": self.lora_targets}
+        if settings["quantize"] is None:  # as in all runs of earlier versions, which have no name for it
+            del settings["quantize"]
         if (init := settings.pop("init")) is not None:
             return settings | {"init": lora.adapter_hash(lora.find_adapter(init))}
         return settings | {"rank": settings["rank"] or DEFAULT_RANK}
@@ -225,7 +228,7 @@ class FinetuneJob:
     @cached_property
     def parameters(self) -> int:
         """Parameters of the denoiser, without adapters."""
-        return sum(x.size for x in jax.tree.leaves(self._abstract_denoiser))
+        return self._component.num_parameters(self.manifest.configs[self.model.denoiser])
 
     @cached_property
     def _abstract_trained(self) -> Any:
@@ -263,8 +266,20 @@ class FinetuneJob:
     def _abstract_denoiser(self) -> Any:
         return self.manifest.abstract(self.model.denoiser)
 
+    @property
+    def _component(self) -> Component:
+        return self.model.components[self.model.denoiser]
+
+    @property
+    def quantization(self) -> str | None:
+        """The quantization of the weights beside adapters: that of the checkpoint, or of the settings."""
+        return self.manifest.quantized(self.model.denoiser) or self.config.lora.quantize
+
     def add_lora(self, denoiser: Any, mesh: Mesh | None) -> Any:
-        """The denoiser with new adapters, which change nothing yet; or with those from which training goes on."""
+        """The denoiser with new adapters, which change nothing yet, or with those from which training goes on; its own
+        weights are quantized where they are to be."""
+        if self.quantization is not None:
+            denoiser = self._quantized(denoiser, mesh)
         if (init := self.config.lora.init) is not None:
             own = self.manifest.configs[self.model.denoiser]
             return lora.load_adapters(self.model, own, denoiser, init, self.lora_targets, mesh=mesh)
@@ -273,14 +288,25 @@ class FinetuneJob:
         rank = config.rank or DEFAULT_RANK
         return lora.add_lora(self.model, denoiser, rank, config.alpha, targets, rngs=rngs, mesh=mesh)
 
+    def _quantized(self, denoiser: Any, mesh: Mesh | None) -> Any:
+        assert self.quantization is not None
+        quantize = partial(quantize_frozen, maps=self._component.linear_maps, kind=self.quantization)
+        if mesh is None:
+            return quantize(denoiser)
+        shapes = shapes_on(jax.eval_shape(quantize, denoiser), mesh, self._component.sharding)
+        return jax.jit(quantize, out_shardings=jax.tree.map(lambda x: x.sharding, shapes))(denoiser)
+
     def memory(self) -> dict[str, int]:
         """Bytes on all devices together that are held during the whole run, by kind. Activations come on top."""
         loop = self.config.loop
         itemsize, full = jnp.dtype(loop.dtype).itemsize, self.config.method == "full"
         configs, components = self.manifest.configs, self.model.components
         encoders = self.condition.encoders
+        frozen = checkpoint.cast(self._abstract_denoiser, self.config.trainer.dtype)
+        if self.quantization is not None:
+            frozen = jax.eval_shape(partial(self._quantized, mesh=None), frozen)
         return {
-            "frozen weights": 0 if full else itemsize * self.parameters,
+            "frozen weights": 0 if full else sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(frozen)),
             "encoder": itemsize * sum(components[name].num_parameters(configs[name]) for name in encoders),
             "trained weights": 4 * self.trainable,
             f"their {loop.dtype} copy": itemsize * self.trainable if full and itemsize < 4 else 0,
@@ -376,9 +402,9 @@ def check(config: TrainingConfig) -> FinetuneJob:
     """Check a run as far as is possible before anything is converted, loaded or written.
 
     Raises:
-        InputError: a model that cannot be trained (quantized, incomplete); adapters that it does not have; a size,
-            mesh or batch that does not fit it; faulty clips, prompts, images, control clips or sampling options; or a
-            directory that cannot be written.
+        InputError: a model that cannot be trained (incomplete, or all of a quantized one); adapters that it does not
+            have; a size, mesh or batch that does not fit it; faulty clips, prompts, images, control clips or sampling
+            options; or a directory that cannot be written.
     """
     loop = config.loop
     job = FinetuneJob(config=config, manifest=hub.peek(config.model, config.revision, variant=config.variant))
@@ -411,10 +437,14 @@ def check_trainable(job: FinetuneJob, where: object) -> None:
     config, manifest, model = job.config, job.manifest, job.model
     loop, targets = config.loop, config.lora.targets
     check_model(manifest, where, config.trainer.dtype, job.mesh)
-    if manifest.quantized(model.denoiser):
+    kind = manifest.quantized(model.denoiser)
+    if kind and config.method == "full":
         raise InputError(
-            f"the {model.denoiser} of {where} is quantized and cannot be trained; take the checkpoint it is from"
+            f"the {model.denoiser} of {where} is quantized and cannot be trained; take the checkpoint it is from, or "
+            'train adapters beside it, method = "lora"'
         )
+    is_own = kind is None or config.lora.quantize in (None, kind)
+    require(config, ("lora.quantize", is_own, f"{kind}, as this checkpoint is, or none"))
     has_snr = isinstance(model.scheduler(), DiffusionScheduler)
     require(config, ("min_snr", config.min_snr is None or has_snr, "none: this model's noise schedule is a flow"))
     _check_conditions(job)

@@ -10,15 +10,25 @@ from flax import nnx
 
 from cogvideox_flax.lora import LoRALinear
 from cogvideox_flax.nn.layers import Linear
+from cogvideox_flax.nn.quantized import quantize_frozen
 
 WIDTH, OUT, RANK = 48, 64, 4
 
 
-def adapted():
+class Owner(nnx.Module):
+    """A module with one part."""
+
+    def __init__(self, part):
+        self.part = part
+
+
+def adapted(kind=None):
     """One layer of a map with an adapter."""
     random = np.random.default_rng(0)
     linear = jax.vmap(lambda key: Linear(WIDTH, OUT, rngs=nnx.Rngs(key)))(jax.random.split(jax.random.key(0), 1))
     linear.bias[...] = jnp.asarray(random.normal(size=(1, OUT)), jnp.float32)
+    if kind is not None:
+        linear = quantize_frozen(Owner(Owner(linear)), ["part.part"], kind).part.part
     a, b = (jnp.asarray(random.normal(size=shape), jnp.float32) for shape in ((1, WIDTH, RANK), (1, RANK, OUT)))
     return jax.tree.map(lambda x: x[0], LoRALinear(linear, a / 8, b / 8, 6.0))
 
@@ -36,11 +46,12 @@ def relative_error(found, exact):
     return float(jnp.linalg.norm(found.astype(jnp.float32) - exact) / jnp.linalg.norm(exact))
 
 
-def test_both_forms_are_the_map_of_the_sum_of_the_weights():
-    """In float32, values and gradients."""
-    lora = adapted()
+@pytest.mark.parametrize("kind", [None, "int8", "float8"])
+def test_both_forms_are_the_map_of_the_sum_of_the_weights(kind):
+    """In float32, values and gradients; weights of 8 bits are those that they stand for."""
+    lora = adapted(kind)
     base, a, b, x, weight = lora.base, lora.a[...], lora.b[...], rows(1, WIDTH), rows(2, OUT)
-    kernel = base.kernel[...]
+    kernel = base.kernel[...].astype(jnp.float32) * (1 if kind is None else base.scale[...])
 
     def exact(x, a, b):
         return jnp.matmul(x, kernel + lora.scale * jnp.matmul(a, b, precision="highest"), precision="highest")

@@ -18,6 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 from cogvideox_flax import checkpoint, hub
 from cogvideox_flax.checkpoint import Manifest, load_transformer, parameters
+from cogvideox_flax.checkpoint.quantize import quantize_checkpoint
 from cogvideox_flax.conversion.convert import convert
 from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.generate.open_model import OpenModel
@@ -25,7 +26,7 @@ from cogvideox_flax.generate.pipeline import CogVideoXPipeline
 from cogvideox_flax.generate.request import GenerationRequest
 from cogvideox_flax.io.tensor_file import TensorFile
 from cogvideox_flax.io.video import read_video, save_video
-from cogvideox_flax.lora import EMBEDDED_ADAPTERS, FILE_NAME, describe_lora, save_lora
+from cogvideox_flax.lora import EMBEDDED_ADAPTERS, FILE_NAME, describe_lora, lora_parameters, save_lora
 from cogvideox_flax.models.cogvideox.model import CogVideoX
 from cogvideox_flax.models.registry import get_release
 from cogvideox_flax.schedulers import TimestepLaw
@@ -34,6 +35,7 @@ from cogvideox_flax.training import job as job_module
 from cogvideox_flax.training import prepare, snapshots
 from cogvideox_flax.training.config import config_json, config_of_json, read_config
 from cogvideox_flax.training.finetune import finetune
+from cogvideox_flax.training.forecast import abstract_arguments
 from cogvideox_flax.training.job import RECORD_FILE, FinetuneJob, check
 from cogvideox_flax.training.loop import Trainer
 from cogvideox_flax.training.metrics import read_metrics
@@ -317,6 +319,49 @@ def test_a_run_with_other_recipes_resumes_exactly(write, tmp_path):
     assert ours.keys() == theirs.keys() and all(np.array_equal(ours[name], theirs[name]) for name in ours)
 
 
+@pytest.mark.further
+@pytest.mark.parametrize("kind", ["int8", "float8"])
+def test_adapters_beside_weights_of_8_bits(train, write, model, tmp_path, kind):
+    """They resume exactly, learn as beside the weights themselves, and a checkpoint of this kind gives the same."""
+    config = read_config(write(), {"lora.quantize": kind})
+    assert finetune(check(config), stop_after=lambda done: done == 2, progress=False) is None
+    with pytest.raises(InputError, match="lora: there"):
+        finetune(check(read_config(write())), progress=False)
+    cut = finetune(check(config), progress=False)
+    quantize_checkpoint(model, tmp_path / kind, ["transformer"], kind)
+    stored = dataclasses.replace(read_config(write(), {"model": str(tmp_path / kind)}), out=tmp_path / "stored")
+    whole = finetune(check(dataclasses.replace(config, out=tmp_path / "whole")), progress=False)
+    results = [load_file(path) for path in (cut, whole, finetune(check(stored), progress=False))]
+    for other in results[1:]:
+        assert other.keys() == results[0].keys()
+        assert all(np.array_equal(results[0][name], other[name]) for name in other)
+    ours, theirs = (read_metrics(path.parent / "training" / "metrics.jsonl") for path in (cut, train("lora", "whole")))
+    ours, theirs = (np.array([line["loss"] for line in lines if "loss" in line]) for lines in (ours, theirs))
+    assert 0 < np.abs(ours / theirs - 1).max() < 0.02
+
+
+def test_memory_of_weights_of_8_bits(write, model, tmp_path):
+    """Where they are quantized when they are loaded, and where the checkpoint has them so."""
+    path = write()
+    plain, small = (check(read_config(path, settings)) for settings in ({}, {"lora.quantize": "int8"}))
+    weights = parameters(plain.manifest.abstract("transformer"))
+    maps = [weights[f"{name}.kernel"] for name in CogVideoX.components["transformer"].linear_maps]
+    saved = sum(3 * kernel.size - 4 * kernel.shape[0] * kernel.shape[2] for kernel in maps)
+    assert plain.memory()["frozen weights"] - small.memory()["frozen weights"] == saved
+    assert plain.trainable == small.trainable and plain.parameters == small.parameters
+    held = abstract_arguments(small)[1]["transformer"]
+    adapters = sum(x.size * x.dtype.itemsize for x in lora_parameters(held).values())
+    total = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(held))
+    assert total - adapters == small.memory()["frozen weights"]
+    quantize_checkpoint(model, tmp_path / "int8", ["transformer"], "int8")
+    stored = {"model": str(tmp_path / "int8")}
+    assert check(read_config(path, stored)).memory() == small.memory()
+    with pytest.raises(InputError, match=r"lora\.quantize: got 'float8', expected int8, as this checkpoint is"):
+        check(read_config(path, stored | {"lora.quantize": "float8"}))
+    with pytest.raises(InputError, match=r'is quantized and cannot be trained; .* method = "lora"'):
+        check(read_config(path, stored | {"method": "full"}))
+
+
 def test_buckets_of_clips_and_images(write, run, clips, tmp_path):
     """A stopped run gives the same weights; each bucket has its own shapes, and its turns."""
     folder = shutil.copytree(clips, tmp_path / "clips")
@@ -551,6 +596,8 @@ def test_all_faults_of_a_configuration_in_one_message(write):
         ({"seed": -1}, "seed: got -1, expected 0 to 4294967295"),
         ({"sample.prompts": ("a",), "sample.seed": -1}, "seed is -1"),
         ({"lora.alpha": 10**400}, "lora.alpha"),
+        ({"lora.quantize": "int4"}, "lora.quantize: got 'int4', expected int8 or float8"),
+        ({"lora.quantize": "int8", "method": "full"}, "lora.quantize: got 'int8', expected none"),
         ({"optimizer.learning_rate": float("inf")}, "learning_rate: got inf"),
         ({"optimizer.learning_rate": 1e300}, "learning_rate: got 1e\\+300, expected a finite number above 0"),
         ({"optimizer.weight_decay": 1e300}, "weight_decay: got 1e\\+300"),
