@@ -22,6 +22,7 @@ from cogvideox_flax.attention import SparseTiles, TileSizes, attend, attend_join
 from cogvideox_flax.attention.tile_sizes import choose_tile_sizes
 from cogvideox_flax.checkpoint import parameters
 from cogvideox_flax.lora import LoRALinear, with_parameters
+from cogvideox_flax.models.cogvideox.sharding import TRANSFORMER as ROWS
 from cogvideox_flax.models.cogvideox.transformer import Attention
 from cogvideox_flax.models.registry import RELEASES
 from cogvideox_flax.nn.adaln import modulated_norm
@@ -31,13 +32,13 @@ from cogvideox_flax.nn.layers import LayerNorm, Linear, RMSNorm
 from cogvideox_flax.nn.qk_norm import qk_norm
 from cogvideox_flax.nn.remat import recomputed
 from cogvideox_flax.nn.stack import stack
-from cogvideox_flax.plan.chips import CHIPS
+from cogvideox_flax.plan.chips import CHIPS, topology_devices
 from cogvideox_flax.plan.hlo import Program
 from cogvideox_flax.plan.timing import waits
 from cogvideox_flax.plan.wire import Links
 from cogvideox_flax.runtime.compile import compiler_options, compiling_on
 from cogvideox_flax.training.config import LoopConfig
-from cogvideox_flax.training.step import init_state, train_step
+from cogvideox_flax.training.step import abstract_state, init_state, jit_step, train_step
 from tests.support import processes
 
 pytest.importorskip("libtpu", reason="libtpu, the compiler for TPUs, is not installed: pip install 'jax[tpu]'")
@@ -128,6 +129,32 @@ def test_gradients_of_adapters_are_summed_over_a_mesh_in_float32():
     sums = re.findall(r"= (.*) all-reduce(?:-start)?\(", text)
     assert any(f"f32[{width},8]" in types or f"f32[1,{width},8]" in types for types in sums), sums
     assert "bf16[" not in "".join(sums)
+
+
+@pytest.mark.further
+def test_gradients_of_gathered_weights_are_summed_in_float32_and_split():
+    """Where weights are split over dp and sp, also those of a product whose rows are split over both."""
+    width, settings = 1920, LoopConfig(steps=2, dtype="bfloat16", ema_decay=0.0)
+    mesh = sharding.make_mesh(4, 2, 1, True, devices=topology_devices("v6e:2x4"))
+
+    def loss(params, _, x, key):
+        def layer(x, maps):
+            mlp, x = sharding.layer_weights(ROWS, maps)["mlp"], sharding.split_tokens(x)
+            return x + jax.nn.gelu(x.astype(jnp.bfloat16) @ mlp["up.kernel"]) @ mlp["down.kernel"], None
+
+        x, _ = jax.lax.scan(recomputed(layer, "full"), x, params["transformer"]["blocks"])
+        return jnp.square(x).mean(), {}
+
+    kernel = jax.ShapeDtypeStruct((2, width, width), jnp.float32)
+    params = {"transformer": {"blocks": {"mlp": {"up.kernel": kernel, "down.kernel": kernel}}}}
+    state = abstract_state(params, settings, mesh, {"transformer": ROWS})
+    place = NamedSharding(mesh, PartitionSpec(None, "dp"))
+    x = jax.ShapeDtypeStruct((1, 4, 2048, width), jnp.float32, sharding=place)
+    with compiling_on(mesh):
+        text = jit_step(loss, settings, state, "tpu").lower(state, None, x).compile().as_text()
+    sums = [types for types in re.findall(r"= (.*) all-reduce(?:-start)?\(", text) if f"[{width},{width}]" in types]
+    assert len(sums) == 2 and all(types.startswith("f32[") for types in sums), sums
+    assert len(re.findall(r"calls=%all-reduce-scatter", text)) == 2
 
 
 def test_automatic_choice_is_the_kernel_on_a_tpu_and_holds_no_scores():
