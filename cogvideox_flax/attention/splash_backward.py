@@ -6,10 +6,14 @@ without a running maximum. With Q' the queries as it scales and rounds them, G t
     P = 2^(Q' K^T - L)                      D = sum over channels of G O, less g / ln 2
     dV = P^T G     dZ = P (G V^T - D)       dK = ln 2 dZ^T Q'     dQ = dZ K / sqrt(head size)
 
-All operands have channels along the sublanes and tokens along the lanes; blocks have queries along the sublanes and
-keys along the lanes, so that only dQ needs a transposed product. The channels of a head fill a part of the matrix
-unit's rows, so the same products also subtract L and D and mask keys: further channels of the queries have L, and those
-of the keys have -1.
+All operands have channels along the sublanes and tokens along the lanes; blocks have keys along the sublanes and
+queries along the lanes, so that keys and values, whose rows go through the matrix unit, are transposed once for each
+block of them. The channels of a head fill a part of the matrix unit's rows, so the same products also subtract L and D
+and mask keys: further channels of the queries have L, and those of the keys have -1.
+
+The products before P and dZ have many rows for each matrix that the unit holds, and those after have only the channels
+of a head: there the unit waits for the next matrix. So a block is computed in pieces, and the last three products of a
+piece beside the first two of a later one, which hide that wait.
 
 All queries of a head stay in fast memory with the sums of their gradients, to which each block of keys adds in place.
 Where so many queries do not fit, they are split over several calls, each of which adds to the gradients of keys and
@@ -22,6 +26,7 @@ the queries in main memory, once for each block of keys.
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -38,8 +43,18 @@ from cogvideox_flax.nn.tpu import LANES
 
 NAME = "cogvideox_splash_backward"
 
-QUERIES, KEYS = 512, 1024
-"""The tokens of a block: on a v6e chip, the best of some 30 sizes by the static schedule."""
+QUERIES, KEYS = 1280, 1024
+"""The most tokens of a block: the last pieces of a block have no later one, so a large one is better, by the static
+schedule for a v6e chip."""
+
+FLOAT32_QUERIES = 512
+"""The same in float32, whose products are six of bfloat16 each: more of them take minutes to compile."""
+
+PIECE = 256
+"""The queries and the keys of a piece: the sides of a v6e's matrix unit."""
+
+LATER = 2
+"""How many pieces later the last three products come, by the same schedule."""
 
 EXTRA = 16
 """Further channels, which fill a register in bfloat16: L or D in three parts, and the mask of the keys."""
@@ -67,9 +82,12 @@ class Blocks:
     def choose(queries: int, keys: int, dim: int, dtype: Any) -> Blocks:
         """As few calls as fast memory allows."""
         each, rows = jnp.dtype(dtype).itemsize, round_up(dim, 64)
-        q, kv = (min(most, round_up(n, LANES)) for n, most in ((queries, QUERIES), (keys, KEYS)))
-        # two buffers of keys, values and their gradients, which may be float32; sums of the latter; scores
-        of_block = kv * (2 * 2 * each * (rows + EXTRA) + 2 * (2 * 4 + 4) * rows) + q * kv * (2 * 4 + 2 * each)
+        count = -(-queries // (QUERIES if each == 2 else FLOAT32_QUERIES))
+        q, kv = round_up(-(-queries // count), PIECE), min(KEYS, round_up(keys, LANES))
+        # two buffers of keys, values and their gradients, which may be float32; sums of the latter; transposed keys and
+        # values; scores of the pieces on the way
+        of_block = kv * (2 * 2 * each * (rows + EXTRA) + 2 * (2 * 4 + 4) * rows)
+        of_block += kv * 2 * each * round_up(rows + EXTRA, LANES) + (LATER + 1) * PIECE**2 * (2 * 4 + 2 * each)
         of_query = 2 * each * (rows + EXTRA) + (each + 4) * rows  # queries and G; dQ and its sum
         blocks = -(-queries // q)
         calls = -(-blocks // max((VMEM - SPILLED - of_block) // (of_query * q), 1))
@@ -128,7 +146,10 @@ def gradients(
                 grid=(heads, keys // blocks.kv),
                 in_specs=[*[of_queries(dim + EXTRA, call)] * 2, of_keys, of_keys, *[grad_of_keys] * len(sums)],
                 out_specs=[of_queries(dim, 0), grad_of_keys, grad_of_keys],
-                scratch_shapes=[pltpu.VMEM((dim, n), jnp.float32) for n in (blocks.queries, blocks.kv, blocks.kv)],
+                scratch_shapes=[
+                    *(pltpu.VMEM((dim, n), jnp.float32) for n in (blocks.queries, blocks.kv, blocks.kv)),
+                    *[pltpu.VMEM((blocks.kv, dim + EXTRA), dtype)] * 2,
+                ],
             ),
             input_output_aliases={5 + i: 1 + i for i in range(len(sums))},
             compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM),
@@ -154,9 +175,10 @@ def _kernel(
     """The grid is heads, blocks of keys.
 
     Refs: lengths [BN] in SMEM; q and grad [1, K + EXTRA, queries], k and v [1, K + EXTRA, kv]; dk and dv of the call
-    before, if there is one; dq [1, K, queries], dk and dv [1, K, kv]. Scratch: sums of these three.
+    before, if there is one; dq [1, K, queries], dk and dv [1, K, kv]. Scratch: sums of these three; the transposed k
+    and v.
     """
-    *before, dq_ref, dk_ref, dv_ref, dq, dk, dv = refs
+    *before, dq_ref, dk_ref, dv_ref, dq, dk, dv, k_rows, v_rows = refs
     j, dim = pl.program_id(1), dq.shape[0]
 
     @pl.when(j == 0)
@@ -165,20 +187,36 @@ def _kernel(
 
     dk[...] = jnp.zeros_like(dk)
     dv[...] = jnp.zeros_like(dv)
+    k_rows[...] = k_ref[0].T
+    v_rows[...] = v_ref[0].T
 
-    def add(i: Any, _: None, *, width: int) -> None:
-        """Adds the pairs of block i of queries and the first keys of this block."""
-        here = pl.ds(pl.multiple_of(i * blocks.q, LANES), blocks.q)
-        q, grad, k = q_ref[0, :, here], grad_ref[0, :, here], k_ref[0, :, :width]
+    def scores(of_q: Any, of_k: Any) -> tuple[Array, Array]:
+        """P and dZ, keys along the sublanes."""
         # L is above every score, but for rounding, which is large where scores are
-        p = jnp.exp2(jnp.minimum(_dot(q, k, 0, 0), 0.0))
-        dz = (p * _dot(grad, v_ref[0, :, :width], 0, 0)).astype(k.dtype)
-        dv[:, :width] += _dot(grad[:dim], p.astype(k.dtype), 1, 0)
-        dk[:, :width] += _dot(q[:dim], dz, 1, 0)
-        dq[:, here] += _dot(k[:dim], dz, 1, 1)
+        p = jnp.exp2(jnp.minimum(_dot(k_rows[of_k], q_ref[0, :, of_q], 1, 0), 0.0))
+        dz = p * _dot(v_rows[of_k], grad_ref[0, :, of_q], 1, 0)
+        return p.astype(k_ref.dtype), dz.astype(k_ref.dtype)
+
+    def add(of_q: Any, of_k: Any, p: Array, dz: Array) -> None:
+        dv[:, of_k] += _dot(grad_ref[0, :dim, of_q], p, 1, 1)
+        dk[:, of_k] += _dot(q_ref[0, :dim, of_q], dz, 1, 1)
+        dq[:, of_q] += _dot(k_ref[0, :dim, of_k], dz, 1, 0)
+
+    def add_block(i: Any, _: None, *, width: int) -> None:
+        """Adds the pairs of block i of queries and the first keys of this block."""
+        waiting: deque[tuple[Any, Any, Array, Array]] = deque()
+        for query in range(0, blocks.q, PIECE):
+            of_q = pl.ds(pl.multiple_of(i * blocks.q + query, LANES), PIECE)
+            for key in range(0, width, PIECE):
+                of_k = pl.ds(key, min(PIECE, width - key))
+                waiting.append((of_q, of_k, *scores(of_q, of_k)))
+                if len(waiting) > LATER:
+                    add(*waiting.popleft())
+        for piece in waiting:
+            add(*piece)
 
     def add_all(width: int) -> None:
-        jax.lax.fori_loop(0, blocks.queries // blocks.q, partial(add, width=width), None)
+        jax.lax.fori_loop(0, blocks.queries // blocks.q, partial(add_block, width=width), None)
 
     left = length_ref[pl.program_id(0)] - j * blocks.kv
     half = round_up(blocks.kv // 2, LANES)

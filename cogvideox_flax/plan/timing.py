@@ -32,7 +32,7 @@ ATTENTION_RATES = {64: 0.35, 128: 0.63, 256: 0.94}
 (`python -m benchmarks.attention`)."""
 
 BACKWARD = "cogvideox_splash_backward"
-BACKWARD_RATES = {64: 0.35, 128: 0.58, 256: 0.81}
+BACKWARD_RATES = {64: 0.39, 128: 0.65, 256: 0.8}
 """Head size -> that of the kernel of its gradient, five products; at most 0.45 and 0.71, on a v6e chip
 (`python -m benchmarks.attention --gradient`)."""
 
@@ -43,7 +43,8 @@ SPARSE_RATES = {64: 0.26, 128: 0.43, 256: 0.64}
 UNIT = 256
 """Rows and columns of a v6e's matrix unit, of which these rates are. Heads and channels fill twice the share of a unit
 of half its size, and so they are taken to reach the rate of twice their number. The rates of 256 are as much of what
-the unit allows, which is all, as those of 128; by its static schedule a v5p's gradient of heads of 128 reaches 0.85."""
+the unit allows, which is all, as those of 128, but for the gradient's, which is that of a v5p's heads of 128 by their
+static schedule."""
 
 
 def attention_rate(head_dim: int, rates: dict[int, float], unit: int = UNIT) -> float:

@@ -431,8 +431,8 @@ def test_kernel_reads_some_heads_of_all_keys(batch):
 )
 def test_the_kernel_of_the_gradient(dim, dtype, calls, monkeypatch):
     """Of the result and of log_sum_exp, for heads 1 and 2 of 3 and the first 690 of 700 keys: whole blocks of keys, one
-    in part and one that is not attended; queries in one call and in several."""
-    for name, size in {"QUERIES": 256, "KEYS": 256}.items():
+    in part and one that is not attended; blocks of four pieces; queries in one call and in several."""
+    for name, size in {"QUERIES": 256, "FLOAT32_QUERIES": 256, "KEYS": 256, "PIECE": 128}.items():
         monkeypatch.setattr(splash_backward, name, size)
     q, k, v = random(650, 700, heads=3, dim=dim, dtype=dtype)
     q, v = q[:, :, 1:], v[:, :690, 1:]
