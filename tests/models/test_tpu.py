@@ -28,7 +28,7 @@ from cogvideox_flax.models.registry import RELEASES
 from cogvideox_flax.nn.adaln import modulated_norm
 from cogvideox_flax.nn.conv import tpu_kernel
 from cogvideox_flax.nn.conv.causal_conv import conv3d
-from cogvideox_flax.nn.layers import LayerNorm, Linear, RMSNorm
+from cogvideox_flax.nn.layers import MLP, LayerNorm, Linear, RMSNorm
 from cogvideox_flax.nn.qk_norm import qk_norm
 from cogvideox_flax.nn.remat import recomputed
 from cogvideox_flax.nn.stack import stack
@@ -138,15 +138,15 @@ def test_gradients_of_gathered_weights_are_summed_in_float32_and_split():
     mesh = sharding.make_mesh(4, 2, 1, True, devices=topology_devices("v6e:2x4"))
 
     def loss(params, _, x, key):
-        def layer(x, maps):
-            mlp, x = sharding.layer_weights(ROWS, maps)["mlp"], sharding.split_tokens(x)
-            return x + jax.nn.gelu(x.astype(jnp.bfloat16) @ mlp["up.kernel"]) @ mlp["down.kernel"], None
+        def layer(x, block):
+            block, x = sharding.layer_weights(ROWS, block), sharding.split_tokens(x)
+            return x + block["mlp"](x.astype(jnp.bfloat16)), None
 
         x, _ = jax.lax.scan(recomputed(layer, "full"), x, params["transformer"]["blocks"])
         return jnp.square(x).mean(), {}
 
-    kernel = jax.ShapeDtypeStruct((2, width, width), jnp.float32)
-    params = {"transformer": {"blocks": {"mlp": {"up.kernel": kernel, "down.kernel": kernel}}}}
+    blocks = jax.eval_shape(lambda: stack(2, lambda rngs: MLP(width, width, rngs=rngs), nnx.Rngs(0)))
+    params = {"transformer": {"blocks": {"mlp": blocks}}}
     state = abstract_state(params, settings, mesh, {"transformer": ROWS})
     place = NamedSharding(mesh, PartitionSpec(None, "dp"))
     x = jax.ShapeDtypeStruct((1, 4, 2048, width), jnp.float32, sharding=place)
