@@ -83,7 +83,7 @@ KINDS = {
     "attention, forward": r"cogvideox_splash",
     "adapters, backward": r"transpose\(.*/adapter/",
     "adapters, forward": r"/adapter/",
-    "norms, forward and recomputed": r"cogvideox_(adaln|qk_norm)",
+    "kernels of norms": r"cogvideox_(adaln|qk_norm)",
     "products, recomputed": r"rematted_computation.*(dot_general|conv)",
     "products, backward": r"transpose\(.*(dot_general|conv)",
     "products, forward": r"(dot_general|conv_general)",
