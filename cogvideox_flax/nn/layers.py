@@ -164,6 +164,24 @@ def rms_factor(x: Float32[Array, "*batch width"], eps: float) -> Float32[Array, 
     return jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + eps)
 
 
+def _gelu(x: Float[Array, "*batch width"]) -> Float[Array, "*batch width"]:
+    return jax.nn.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype)
+
+
+@jax.custom_vjp
+def gelu(x: Float[Array, "*batch width"]) -> Float[Array, "*batch width"]:
+    """Tanh-approximate GELU, in float32, of x's dtype."""
+    return _gelu(x)
+
+
+def _gelu_gradient(x: Array, grad: Array) -> tuple[Array]:
+    # the barrier writes x to memory in its own dtype; otherwise the compiler writes it in float32
+    return jax.vjp(_gelu, jax.lax.optimization_barrier(x))[1](grad)
+
+
+gelu.defvjp(lambda x: (_gelu(x), x), _gelu_gradient)
+
+
 class MLP(nnx.Module):
     """width -> hidden (default: 4 width) -> width, tanh-approximate GELU."""
 
@@ -176,7 +194,7 @@ class MLP(nnx.Module):
         return cpu.map_tokens(self._all_tokens, x)
 
     def _all_tokens(self, x: Float[Array, "B S D"]) -> Float32[Array, "B S D"]:
-        hidden = jax.nn.gelu(self.up(x).astype(jnp.float32), approximate=True).astype(x.dtype)
+        hidden = gelu(self.up(x))
         # The barrier writes `hidden` to memory in x's dtype; otherwise the compiler writes float32 and rounds later.
         # It also copies the weights out of their stack: a product that slices them takes a TPU 1.6 times as long.
         hidden, down = jax.lax.optimization_barrier((hidden, self.down))
