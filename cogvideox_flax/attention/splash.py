@@ -129,7 +129,7 @@ def _forward(static: Static, q: Array, k: Array, v: Array, kv_len: Array) -> tup
 def _backward(static: Static, saved: tuple[Array, ...], grads: tuple[Array, ...]) -> tuple[Array | None, ...]:
     q, all_k, v, kv_len, out, log_sum_exp = saved
     k, back = jax.vjp(lambda k: own_keys(k, v, static.first_head), all_k)
-    (batch, queries, heads, dim), keys = q.shape, v.shape[1]
+    batch, _, heads, dim = q.shape
     grad, *grad_lse = grads
     delta = (grad.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
     for x in grad_lse:
@@ -150,10 +150,7 @@ def _backward(static: Static, saved: tuple[Array, ...], grads: tuple[Array, ...]
         scale=1 / math.sqrt(dim),
         interpret=static.interpret,
     )
-    dq, dk, dv = (
-        x.reshape(batch, heads, *x.shape[1:])[:, :, :dim, :n].transpose(0, 3, 1, 2)
-        for x, n in zip(found, (queries, keys, keys), strict=True)
-    )
+    dq, dk, dv = (x.reshape(batch, heads, *x.shape[1:])[:, :, :dim].transpose(0, 3, 1, 2) for x in found)
     return dq, *back(dk), dv, None
 
 

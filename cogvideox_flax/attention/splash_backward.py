@@ -9,7 +9,8 @@ without a running maximum. With Q' the queries as it scales and rounds them, G t
 All operands have channels along the sublanes and tokens along the lanes; blocks have keys along the sublanes and
 queries along the lanes, so that keys and values, whose rows go through the matrix unit, are transposed once for each
 block of them. The channels of a head fill a part of the matrix unit's rows, so the same products also subtract L and D
-and mask keys: further channels of the queries have L, and those of the keys have -1.
+and mask keys: further channels of the queries have L, and those of the keys have -1. The kernel adds the latter where
+it transposes keys and values.
 
 The products before P and dZ have many rows for each matrix that the unit holds, and those after have only the channels
 of a head: there the unit waits for the next matrix. So a block is computed in pieces, and the last three products of a
@@ -35,7 +36,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 from cogvideox_flax.attention.bounds import MASKED
 from cogvideox_flax.nn.layers import precision, round_up
@@ -56,8 +57,11 @@ PIECE = 256
 LATER = 2
 """How many pieces later the last three products come, by the same schedule."""
 
+PARTS = 3
+"""Numbers of bfloat16 whose sum is one of float32."""
+
 EXTRA = 16
-"""Further channels, which fill a register in bfloat16: L or D in three parts, and the mask of the keys."""
+"""Further channels, which fill a register in bfloat16: L or D in its parts, and the mask of the keys."""
 
 VMEM, SPILLED = 60 * 2**20, 8 * 2**20
 """Bytes of fast memory that the kernel may use, of 64 MiB on a v5p chip; and of those, for what the compiler spills."""
@@ -84,9 +88,9 @@ class Blocks:
         each, rows = jnp.dtype(dtype).itemsize, round_up(dim, 64)
         count = -(-queries // (QUERIES if each == 2 else FLOAT32_QUERIES))
         q, kv = round_up(-(-queries // count), PIECE), min(KEYS, round_up(keys, LANES))
-        # two buffers of keys, values and their gradients, which may be float32; sums of the latter; transposed keys and
-        # values; scores of the pieces on the way
-        of_block = kv * (2 * 2 * each * (rows + EXTRA) + 2 * (2 * 4 + 4) * rows)
+        # two buffers of keys, values and their gradients, which may be float32; sums of the latter; attended keys;
+        # transposed keys and values; scores of the pieces on the way
+        of_block = kv * ((2 * 2 + 1) * each + 2 * (2 * 4 + 4)) * rows
         of_block += kv * 2 * each * round_up(rows + EXTRA, LANES) + (LATER + 1) * PIECE**2 * (2 * 4 + 2 * each)
         of_query = 2 * each * (rows + EXTRA) + (each + 4) * rows  # queries and G; dQ and its sum
         blocks = -(-queries // q)
@@ -105,49 +109,50 @@ def gradients(
     *,
     scale: float,
     interpret: bool,
-) -> tuple[Float[Array, "BN K P"], Float[Array, "BN K T"], Float[Array, "BN K T"]]:
-    """The gradients of queries, keys and values, padded to whole blocks.
+) -> tuple[Float[Array, "BN K Q"], Float[Array, "BN K S"], Float[Array, "BN K S"]]:
+    """The gradients of queries, keys and values.
 
     Args:
         q: scaled and rounded.
-        lengths: attended keys of each head.
+        lengths: attended keys of each head. What lies past them may be anything, NaN too.
         grad: of the result.
         delta: D; see the top of this file.
         scale: of the gradient of the queries, which were not scaled.
     """
     (heads, dim, queries), dtype = q.shape, q.dtype
-    blocks = Blocks.choose(queries, k.shape[2], dim, dtype)
-    attended = jnp.arange(k.shape[2]) < lengths[:, None]
+    real_keys = k.shape[2]
+    blocks = Blocks.choose(queries, real_keys, dim, dtype)
     ones = jnp.ones((heads, 1, queries), dtype)
     q, grad = _extended(q, _in_parts(log_sum_exp, dtype), ones), _extended(grad, _in_parts(delta, dtype), 0 * ones)
     q, grad = (_pad(x, blocks.calls * blocks.queries) for x in (q, grad))
-    k, v = (_keys(x, attended, blocks.kv) for x in (k, v))
+    if real_keys < blocks.kv:
+        k, v = (_pad(x, blocks.kv) for x in (k, v))
     keys = k.shape[2]
 
     pairs = heads * blocks.queries * keys
     moved = heads * dim * (3 * blocks.queries + 4 * keys) * dtype.itemsize
-    of_keys, grad_of_keys = (
-        pl.BlockSpec((1, rows, blocks.kv), lambda n, j, *_: (n, 0, j)) for rows in (dim + EXTRA, dim)
-    )
+    of_keys = pl.BlockSpec((1, dim, blocks.kv), lambda n, j, *_: (n, 0, j))
+    written = min(queries, blocks.queries)
 
-    def of_queries(rows: int, call: int) -> pl.BlockSpec:
+    def of_queries(rows: int, width: int, call: int) -> pl.BlockSpec:
         # one buffer is enough: a head takes far longer than a fetch
-        return pl.BlockSpec((1, rows, blocks.queries), lambda n, j, *_: (n, 0, call), pipeline_mode=pl.Buffered(1))
+        return pl.BlockSpec((1, rows, width), lambda n, j, *_: (n, 0, call), pipeline_mode=pl.Buffered(1))
 
     found: list[Array] = []
     sums: list[Array] = []
     for call in range(blocks.calls):
         dq, *sums = pl.pallas_call(
             partial(_kernel, blocks, scale),
-            out_shape=[jax.ShapeDtypeStruct((heads, dim, blocks.queries), dtype)]
+            out_shape=[jax.ShapeDtypeStruct((heads, dim, written), dtype)]
             + [jax.ShapeDtypeStruct((heads, dim, keys), jnp.float32 if blocks.calls > 1 else dtype)] * 2,
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=1,
-                grid=(heads, keys // blocks.kv),
-                in_specs=[*[of_queries(dim + EXTRA, call)] * 2, of_keys, of_keys, *[grad_of_keys] * len(sums)],
-                out_specs=[of_queries(dim, 0), grad_of_keys, grad_of_keys],
+                grid=(heads, pl.cdiv(keys, blocks.kv)),
+                in_specs=[*[of_queries(dim + EXTRA, blocks.queries, call)] * 2, *[of_keys] * (2 + len(sums))],
+                out_specs=[of_queries(dim, written, 0), of_keys, of_keys],
                 scratch_shapes=[
                     *(pltpu.VMEM((dim, n), jnp.float32) for n in (blocks.queries, blocks.kv, blocks.kv)),
+                    pltpu.VMEM((dim, blocks.kv), dtype),
                     *[pltpu.VMEM((blocks.kv, dim + EXTRA), dtype)] * 2,
                 ],
             ),
@@ -158,8 +163,8 @@ def gradients(
             name=NAME,
         )(lengths, q, grad, k, v, *sums)
         found.append(dq)
-    dk, dv = (x.astype(dtype) for x in sums)
-    return jnp.concatenate(found, 2), dk, dv
+    dk, dv = (x[:, :, :real_keys].astype(dtype) for x in sums)
+    return jnp.concatenate(found, 2)[:, :, :queries], dk, dv
 
 
 def _kernel(
@@ -174,12 +179,13 @@ def _kernel(
 ) -> None:
     """The grid is heads, blocks of keys.
 
-    Refs: lengths [BN] in SMEM; q and grad [1, K + EXTRA, queries], k and v [1, K + EXTRA, kv]; dk and dv of the call
-    before, if there is one; dq [1, K, queries], dk and dv [1, K, kv]. Scratch: sums of these three; the transposed k
-    and v.
+    Refs: lengths [BN] in SMEM; q and grad [1, K + EXTRA, queries], k and v [1, K, kv]; dk and dv of the call before, if
+    there is one; dq [1, K, queries or those that exist], dk and dv [1, K, kv]. Scratch: sums of these three; the
+    attended k; the transposed k and v with further channels.
     """
-    *before, dq_ref, dk_ref, dv_ref, dq, dk, dv, k_rows, v_rows = refs
+    *before, dq_ref, dk_ref, dv_ref, dq, dk, dv, k, k_rows, v_rows = refs
     j, dim = pl.program_id(1), dq.shape[0]
+    left = length_ref[pl.program_id(0)] - j * blocks.kv
 
     @pl.when(j == 0)
     def _start() -> None:
@@ -187,20 +193,21 @@ def _kernel(
 
     dk[...] = jnp.zeros_like(dk)
     dv[...] = jnp.zeros_like(dv)
-    k_rows[...] = k_ref[0].T
-    v_rows[...] = v_ref[0].T
+    k[...] = _attended(k_ref[0], left)
+    k_rows[...] = _rows(k[...], left)
+    v_rows[...] = _rows(_attended(v_ref[0], left), left)
 
     def scores(of_q: Any, of_k: Any) -> tuple[Array, Array]:
         """P and dZ, keys along the sublanes."""
         # L is above every score, but for rounding, which is large where scores are
         p = jnp.exp2(jnp.minimum(_dot(k_rows[of_k], q_ref[0, :, of_q], 1, 0), 0.0))
         dz = p * _dot(v_rows[of_k], grad_ref[0, :, of_q], 1, 0)
-        return p.astype(k_ref.dtype), dz.astype(k_ref.dtype)
+        return p.astype(k.dtype), dz.astype(k.dtype)
 
     def add(of_q: Any, of_k: Any, p: Array, dz: Array) -> None:
         dv[:, of_k] += _dot(grad_ref[0, :dim, of_q], p, 1, 1)
         dk[:, of_k] += _dot(q_ref[0, :dim, of_q], dz, 1, 1)
-        dq[:, of_q] += _dot(k_ref[0, :dim, of_k], dz, 1, 0)
+        dq[:, of_q] += _dot(k[:, of_k], dz, 1, 0)
 
     def add_block(i: Any, _: None, *, width: int) -> None:
         """Adds the pairs of block i of queries and the first keys of this block."""
@@ -218,7 +225,6 @@ def _kernel(
     def add_all(width: int) -> None:
         jax.lax.fori_loop(0, blocks.queries // blocks.q, partial(add_block, width=width), None)
 
-    left = length_ref[pl.program_id(0)] - j * blocks.kv
     half = round_up(blocks.kv // 2, LANES)
     pl.when(left > half)(partial(add_all, blocks.kv))
     pl.when((left > 0) & (left <= half))(partial(add_all, half))
@@ -231,7 +237,20 @@ def _kernel(
 
     @pl.when(j == pl.num_programs(1) - 1)
     def _finish() -> None:
-        dq_ref[0] = (scale * dq[...]).astype(dq_ref.dtype)
+        dq_ref[0] = (scale * dq[:, : dq_ref.shape[2]]).astype(dq_ref.dtype)
+
+
+def _attended(x: Float[Array, "K kv"], left: Any) -> Float[Array, "K kv"]:
+    """x, and zeros but for its first `left` tokens; float32 on the way, which every TPU selects from."""
+    token = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
+    return jnp.where(token < left, x.astype(jnp.float32), 0.0).astype(x.dtype)
+
+
+def _rows(x: Float[Array, "K kv"], left: Any) -> Float[Array, "kv K+16"]:
+    """The transposed keys or values with -1 for each part of L or D, and the mask of all but the first `left`."""
+    row, token = (jax.lax.broadcasted_iota(jnp.int32, (EXTRA, x.shape[1]), axis) for axis in (0, 1))
+    mask = jnp.where((row == PARTS) & (token >= left), MASKED, 0.0)
+    return jnp.concatenate([x, jnp.where(row < PARTS, -1.0, mask).astype(x.dtype)], 0).T
 
 
 def _extended(x: Float[Array, "BN K S"], *rows: Float[Array, "BN _ S"]) -> Float[Array, "BN K+16 S"]:
@@ -241,21 +260,13 @@ def _extended(x: Float[Array, "BN K S"], *rows: Float[Array, "BN _ S"]) -> Float
 
 
 def _in_parts(x: Float32[Array, "BN Q"], dtype: Any) -> Float[Array, "BN 3 Q"]:
-    """Three numbers of the dtype whose sum is x."""
+    """Numbers of the dtype whose sum is x."""
     info, parts = jnp.finfo(dtype), []
-    for _ in range(3):
+    for _ in range(PARTS):
         # a conversion there and back would be optimised away
         parts.append(jax.lax.reduce_precision(x, info.nexp, info.nmant))
         x = x - parts[-1]
     return jnp.stack(parts, 1).astype(dtype)
-
-
-def _keys(x: Float[Array, "BN K S"], attended: Bool[Array, "BN S"], multiple: int) -> Float[Array, "BN K+16 T"]:
-    """Keys or values with -1 for each part of L or D, and the mask; zeros where they are not attended."""
-    attended = _pad(attended[:, None], multiple)
-    x = jnp.where(attended, _pad(x, multiple), 0)
-    minus_one = jnp.full((x.shape[0], 3, x.shape[2]), -1, x.dtype)
-    return _extended(x, minus_one, jnp.where(attended, 0, MASKED).astype(x.dtype))
 
 
 def _pad(x: Array, multiple: int) -> Array:
