@@ -123,8 +123,8 @@ def gradients(
     real_keys = k.shape[2]
     blocks = Blocks.choose(queries, real_keys, dim, dtype)
     ones = jnp.ones((heads, 1, queries), dtype)
-    q, grad = _extended(q, _in_parts(log_sum_exp, dtype), ones), _extended(grad, _in_parts(delta, dtype), 0 * ones)
-    q, grad = (_pad(x, blocks.calls * blocks.queries) for x in (q, grad))
+    extended = partial(_extended, blocks.calls * blocks.queries)
+    q, grad = extended(q, _in_parts(log_sum_exp, dtype), ones), extended(grad, _in_parts(delta, dtype), 0 * ones)
     if real_keys < blocks.kv:
         k, v = (_pad(x, blocks.kv) for x in (k, v))
     keys = k.shape[2]
@@ -253,10 +253,11 @@ def _rows(x: Float[Array, "K kv"], left: Any) -> Float[Array, "kv K+16"]:
     return jnp.concatenate([x, jnp.where(row < PARTS, -1.0, mask).astype(x.dtype)], 0).T
 
 
-def _extended(x: Float[Array, "BN K S"], *rows: Float[Array, "BN _ S"]) -> Float[Array, "BN K+16 S"]:
-    """x with further channels, and zeros."""
-    x = jnp.concatenate([x, *rows], 1)
-    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % EXTRA), (0, 0)))
+def _extended(tokens: int, *channels: Float[Array, "BN _ S"]) -> Float[Array, "BN K+16 T"]:
+    """All channels, and zeros in further ones and after the tokens; in one concatenation, which is one pass."""
+    padded = [_pad(x, tokens) for x in channels]
+    zeros = jnp.zeros_like(padded[0][:, : -sum(x.shape[1] for x in channels) % EXTRA])
+    return jnp.concatenate([*padded, zeros], 1)
 
 
 def _in_parts(x: Float32[Array, "BN Q"], dtype: Any) -> Float[Array, "BN 3 Q"]:
