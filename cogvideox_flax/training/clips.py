@@ -72,18 +72,18 @@ class Clip:
     """A video (a file, a directory of PNGs, or an image) and its caption.
 
     name: its path inside the folder of clips.
-    control: its control clip, for control models.
     num_frames: at the frame rate of the model.
     height, width: pixels of the file.
+    control: its control clip, for control models.
     """
 
     path: Path
     name: str
     caption: str
-    control: Path | None = None
     num_frames: int = 0
     height: int = 0
     width: int = 0
+    control: Path | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Its fields as JSON values."""
@@ -218,7 +218,8 @@ def _read_caption_table(folder: Path, table: str, control: bool) -> tuple[list[C
         elif inside in clips:
             faults.append(f"{place}: {name} has a caption already")
         else:
-            clips[inside] = Clip(folder / inside, inside, caption.strip(), folder / guides[0] if guides else None)
+            guide = folder / guides[0] if guides else None
+            clips[inside] = Clip(folder / inside, inside, caption.strip(), control=guide)
             controls.update(guides)
             if not caption.strip():
                 faults.append(f"  {inside}: its caption in {table} is empty")
@@ -311,7 +312,7 @@ def _read_caption_files(folder: Path, images: bool, control: bool) -> tuple[list
             several = ", ".join(str(each.relative_to(folder)) for each in guides)
             one = f"{stem}{CONTROL}.mp4" if labels == folder else f"control/{stem}.mp4"
             faults.append(f"  {name}: {f'several control clips, {several}' if guides else f'no control clip {one}'}")
-        clips.append(Clip(path, name, caption, guides[0] if guides else None))
+        clips.append(Clip(path, name, caption, control=guides[0] if guides else None))
     _warn(folder, "captions without a clip", [path for stem, path in captions.items() if not named.get(stem)])
     return clips, faults
 
