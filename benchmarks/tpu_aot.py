@@ -74,6 +74,13 @@ TRAINING = {
     "train-480p": replace(_5B, release="cogvideox1.5-5b"),
     "train-768p": Training("cogvideox1.5-5b", 768, 1360, 81, "v6e:2x4", (2, 4, 1), 2, "attention"),
     "train-2b-all": replace(_5B, release="cogvideox-2b", mesh=(8, 1, 1, True), method="full"),
+    "train-768p-all": Training(
+        "cogvideox1.5-5b", 768, 1360, 81, "v6e:8x8", (16, 4, 1, True), 16, "attention", method="full"
+    ),
+    "train-768p-all-v5p": Training(
+        "cogvideox1.5-5b", 768, 1360, 81, "v5p:4x4x4", (64, 1, 1, True), 64, "attention", method="full"
+    ),
+    "train-hunyuan-480p": Training("hunyuanvideo1.5-480p-t2v", 480, 848, 121, "v6e:2x4", (2, 4, 1), 2, "attention"),
 }
 """Cases of the stage train."""
 
