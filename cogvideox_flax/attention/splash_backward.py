@@ -138,7 +138,7 @@ def gradients(
         # one buffer is enough: a head takes far longer than a fetch
         return pl.BlockSpec((1, rows, width), lambda n, j, *_: (n, 0, call), pipeline_mode=pl.Buffered(1))
 
-    found: list[Array] = []
+    dqs: list[Array] = []
     sums: list[Array] = []
     for call in range(blocks.calls):
         dq, *sums = pl.pallas_call(
@@ -162,9 +162,9 @@ def gradients(
             interpret=interpret,
             name=NAME,
         )(lengths, q, grad, k, v, *sums)
-        found.append(dq)
+        dqs.append(dq)
     dk, dv = (x[:, :, :real_keys].astype(dtype) for x in sums)
-    return jnp.concatenate(found, 2)[:, :, :queries], dk, dv
+    return jnp.concatenate(dqs, 2)[:, :, :queries], dk, dv
 
 
 def _kernel(
@@ -183,7 +183,7 @@ def _kernel(
     there is one; dq [1, K, queries or those that exist], dk and dv [1, K, kv]. Scratch: sums of these three; the
     attended k; the transposed k and v with further channels.
     """
-    *before, dq_ref, dk_ref, dv_ref, dq, dk, dv, k, k_rows, v_rows = refs
+    *sums, dq_ref, dk_ref, dv_ref, dq, dk, dv, k, k_rows, v_rows = refs
     j, dim = pl.program_id(1), dq.shape[0]
     left = length_ref[pl.program_id(0)] - j * blocks.kv
 
@@ -230,8 +230,8 @@ def _kernel(
     pl.when((left > 0) & (left <= half))(partial(add_all, half))
 
     totals = [math.log(2) * dk[...], dv[...]]
-    if before:
-        totals = [total + ref[0] for total, ref in zip(totals, before, strict=True)]
+    if sums:
+        totals = [total + ref[0] for total, ref in zip(totals, sums, strict=True)]
     for ref, total in zip((dk_ref, dv_ref), totals, strict=True):
         ref[0] = total.astype(ref.dtype)
 

@@ -104,11 +104,11 @@ def test_a_step_that_does_not_compile_does_not_fit(job, monkeypatch):
 
 
 def test_what_the_gradient_needs_is_known_without_compiling(job):
-    """At least 15 numbers of each layer's tokens and channels, if nothing is recomputed."""
+    """15 to 20 numbers of each layer's tokens and channels, if nothing is recomputed."""
     none, full = (job(remat=remat) for remat in ("none", "full"))
     more = stored_bytes(none, loss_of(none), "cpu") - stored_bytes(full, loss_of(full), "cpu")
     work = none.model.workload(none.size)
-    assert more > 15 * 4 * 4 * work.tokens * work.width * work.layers
+    assert 15 < more / (4 * 4 * work.tokens * work.width * work.layers) < 20
 
 
 def test_what_does_not_fit_is_refused_with_what_fits(job, monkeypatch):

@@ -34,12 +34,12 @@ def is_shared(folder: Path) -> bool:
         return token
 
     token, deadline = hosts.broadcast(write), time.monotonic() + _WAIT_S
-    while not (found := _read(path) == token) and time.monotonic() < deadline:
+    while not (is_seen := _read(path) == token) and time.monotonic() < deadline:
         time.sleep(0.1)
-    found = on_all(found)
+    is_seen = on_all(is_seen)
     if hosts.is_first():
         path.unlink(missing_ok=True)
-    return found
+    return is_seen
 
 
 def _read(path: Path) -> str | None:
