@@ -13,6 +13,7 @@ clips/e.jpg  clips/e.txt            an image, where clips of one frame are train
 
 A control model needs a control clip for each, as long as it and of its aspect ratio: a.control.mp4 beside a.mp4 (any
 kind of video, or a directory a.control); control/a.mp4 beside videos/ and labels/; or the key "control" of a table.
+Other models train on the same folder without them.
 """
 
 from __future__ import annotations
@@ -287,7 +288,7 @@ def _read_caption_files(folder: Path, images: bool, control: bool) -> tuple[list
             controls.setdefault(_stem(path, folder / "control"), []).append(path)
     for path in _visible(videos):
         stem = _stem(path, videos)
-        if control and stem.name.endswith(CONTROL):
+        if stem.name.endswith(CONTROL) and (control or stem not in captions):
             controls.setdefault(stem.with_name(stem.name.removesuffix(CONTROL)), []).append(path)
         elif path.is_dir() or path.suffix.lower() in SUFFIXES:
             named.setdefault(stem, []).append(path)
@@ -307,7 +308,7 @@ def _read_caption_files(folder: Path, images: bool, control: bool) -> tuple[list
             faults.append(f"  {name}: no caption {text.relative_to(folder)}")
         except (OSError, UnicodeDecodeError) as e:
             faults.append(f"{about} cannot be read ({e})")
-        guides = controls.get(stem, [])
+        guides = controls.get(stem, []) if control else []
         if control and len(guides) != 1:
             several = ", ".join(str(each.relative_to(folder)) for each in guides)
             one = f"{stem}{CONTROL}.mp4" if labels == folder else f"control/{stem}.mp4"

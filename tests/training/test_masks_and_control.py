@@ -21,7 +21,7 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.pipeline import Pipeline
 from cogvideox_flax.io.video import open_video, save_video
 from cogvideox_flax.models.model import VisualInput
-from cogvideox_flax.training.clips import load_clip
+from cogvideox_flax.training.clips import find_clips, load_clip
 from cogvideox_flax.training.conditions import CONTROL_MEAN, CONTROL_STD, FRAMES, MaskedClip
 from cogvideox_flax.training.config import read_config
 from cogvideox_flax.training.finetune import finetune
@@ -347,3 +347,11 @@ def test_another_control_clip_is_another_run(job_of, clips, tmp_path):
         frame.unlink()
     save_video(folder / "c.control", np.zeros((9, 40, 40, 3), np.uint8), 8)
     assert job_of("control", folder=folder).clips_fingerprint != first == job_of("control").clips_fingerprint
+
+
+def test_other_models_train_on_the_same_folder(clips, tmp_path):
+    without = shutil.copytree(clips, tmp_path / "without", ignore=shutil.ignore_patterns("*.control*"))
+    names = [(clip.name, clip.control) for clip in find_clips(clips, 9, 8)]
+    assert names == [(clip.name, None) for clip in find_clips(without, 9, 8)]
+    (clips_with := shutil.copytree(clips, tmp_path / "captioned")).joinpath("a.control.txt").write_text("upside down")
+    assert "a.control.gif" in [clip.name for clip in find_clips(clips_with, 9, 8)]
