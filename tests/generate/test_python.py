@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import base64
 import dataclasses
 import inspect
@@ -236,31 +237,28 @@ def test_adapters_by_name(pipe, adapters):
     assert (latents() == plain).all() and pipe.get_list_adapters() == []
 
 
-NOTEBOOK = """
-import ast, sys
-names = {"__name__": "__main__"}
-for cell in sys.stdin.read().split("\\0"):
-    tree = ast.parse(cell)
-    last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
-    exec(compile(tree, "README.md", "exec"), names)
-    if last is not None:
-        value = eval(compile(ast.Expression(last.value), "README.md", "eval"), names)
-        print(value._repr_html_() if hasattr(value, "_repr_html_") else repr(value))
-print(*(names[name].shape for name in ("frames", "context", "v", "mean")))
-"""
-"""Runs cells as a notebook does: one after the other, the value of the last line is shown."""
+def run_as_notebook(cells):
+    """Run cells one after the other; returns their names, and what a notebook shows of the values of last lines."""
+    names, shown = {"__name__": "__main__"}, []
+    for cell in cells:
+        tree = ast.parse(cell)
+        last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
+        exec(compile(tree, "README.md", "exec"), names)
+        if last is not None:
+            value = eval(compile(ast.Expression(last.value), "README.md", "eval"), names)
+            shown.append(value._repr_html_() if hasattr(value, "_repr_html_") else repr(value))
+    return names, shown
 
 
-def test_the_cells_of_the_readme_run_as_a_notebook(tmp_path):
+def test_the_cells_of_the_readme_run_as_a_notebook(tmp_path, monkeypatch):
     cells = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert len(cells) == 3
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = processes.run([sys.executable, "-c", NOTEBOOK], cwd=tmp_path, env=env, input="\0".join(cells))
-    assert done.returncode == 0, done.stderr
-    assert "a large green square moves to the left, seed 1</figcaption>" in done.stdout
-    shapes = "(1, 17, 64, 64, 3) (1, 24, 128) (1, 5, 8, 8, 16) (1, 5, 8, 8, 16)"
-    assert done.stdout.splitlines()[-1] == shapes
-    assert read_video(tmp_path / "square.mp4")[0].shape == (17, 64, 64, 3)
+    monkeypatch.chdir(tmp_path)
+    names, (page,) = run_as_notebook(cells)
+    assert "a large green square moves to the left, seed 1</figcaption>" in page
+    shapes = [(1, 17, 64, 64, 3), (1, 24, 128), (1, 5, 8, 8, 16), (1, 5, 8, 8, 16)]
+    assert [names[name].shape for name in ("frames", "context", "v", "mean")] == shapes
+    assert read_video("square.mp4")[0].shape == (17, 64, 64, 3)
 
 
 def test_python_starts_quietly():

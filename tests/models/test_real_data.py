@@ -95,17 +95,17 @@ def test_only_the_right_reading_fits_and_the_preview_shows_the_clip(tmp_path):
 
 
 class TinyVAE:
-    """Random weights of the released layout, 8 channels wide, run on the hiker clip."""
+    """Random weights of the released layout, 8 channels wide, run on the hiker clip at half its size."""
 
     def __init__(self, folder: Path):
         vae = make_vae(block_out_channels=(8, 8, 8, 8))
         model = load_vae(convert_component("vae", vae, folder), dtype="float32")
-        as_users = {"xla_backend_optimization_level": 3} | xla_options.AS_USERS
+        as_users = {"xla_backend_optimization_level": 1} | xla_options.AS_USERS
         encode = jax.jit(lambda model, video: model.encode(video)[0], compiler_options=as_users)
         decode = jax.jit(lambda model, z: model.decode(z), compiler_options=as_users)
         self.encode: Callable[[np.ndarray], np.ndarray] = lambda video: np.asarray(encode(model, video))
         self.decode: Callable[[np.ndarray], np.ndarray] = lambda z: np.asarray(decode(model, z))
-        self.video = read_video(HIKER)[0][None].astype(np.float32) / 127.5 - 1
+        self.video = read_video(HIKER)[0][None, :, ::2, ::2].astype(np.float32) / 127.5 - 1
         self.mean = self.encode(self.video)
 
 
@@ -116,10 +116,10 @@ def tiny(tmp_path_factory) -> TinyVAE:
 
 @needs(HIKER)
 def test_shapes_of_a_real_clip(tiny):
-    assert tiny.mean.shape == (1, 13, 30, 46, 16)
+    assert tiny.mean.shape == (1, 13, 15, 23, 16)
     assert np.isfinite(tiny.mean).all()
     video = tiny.decode(tiny.mean)
-    assert video.shape == (1, 49, 240, 368, 3)
+    assert video.shape == (1, 49, 120, 184, 3)
     assert np.isfinite(video).all()
 
 
@@ -138,5 +138,5 @@ def test_later_frames_do_not_reach_back_beyond_their_chunk(tiny):
 def test_frames_of_a_chunk_share_their_norms(tiny):
     """Convolutions are causal, group norms are not: as in the reference, frame 0's latent depends on frames 1 to 8."""
     alone = tiny.encode(tiny.video[:, :1])
-    assert alone.shape == (1, 1, 30, 46, 16)
+    assert alone.shape == (1, 1, 15, 23, 16)
     assert relative_error(tiny.mean[:, :1], alone) > 0.1  # measured: 0.23
