@@ -87,12 +87,16 @@ MODELS = {name: "embedded-image-to-video" for name, how in FEATURES.items() if "
 MODELS["transformer"] = "another transformer"
 """Name -> the model, where it is not the embedded one of text to video."""
 
+OTHERS_COVER = {"dpmpp_2m", "uni_pc", "no guidance", "deepcache", "taylorseer, few full", "video, dpm, taylorseer"}
+OTHERS_COVER |= {"image, stretched"}
+"""Features whose code runs in a batch of other rows too: dpm, lcm, residual, taylorseer, video and image."""
+
 PROMPT = "a large green square moves to the left"
 OTHER = "a small red circle stays still"
 
 
 def options_of(name):
-    how = {"num_inference_steps": STEPS, "scheduler": "ddim", "seed": 3, "num_frames": 17}
+    how = {"num_inference_steps": STEPS, "scheduler": "ddim", "seed": 3, "num_frames": 9}
     given = {**how, "force": True, **FEATURES[name]}
     if "image" in given:
         given["image"] = [image_file()]
@@ -208,7 +212,9 @@ def test_a_line_of_a_queue(pipe, whole, name):
     assert not faults and pipe.recipe(job.run) == pipe.recipe(run)
 
 
-@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.further] * (name in OTHERS_COVER)) for name in FEATURES]
+)
 def test_in_a_batch_of_a_queue(pipe, whole, name):
     """The same up to rounding; what would be another video is not joined."""
     _, expected = whole(name)
