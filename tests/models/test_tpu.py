@@ -158,7 +158,7 @@ def test_gradients_of_gathered_weights_are_summed_in_float32_and_split():
 
 
 def test_automatic_choice_is_the_kernel_on_a_tpu_and_holds_no_scores():
-    tokens = 5000
+    tokens = 2000
     shape = (1, tokens, 2, 64)
     compiled = compile_for("v6e:2x4", attend, shape, shape, shape)
     assert "tpu_custom_call" in compiled.as_text()
@@ -206,8 +206,9 @@ def test_products_run_beside_the_exchanges_that_they_do_not_need():
 
 def test_nothing_is_padded_or_copied_before_the_kernel_but_keys():
     """The kernel wants tokens of keys along the sublanes."""
-    text = compile_attention(tpu.topology_mesh("v6e:2x4"), attend, batch=2, tokens=2560, length=2500, heads=4)
-    copied = re.findall(r"= bf16\[[\d,]*2560[\d,]*\]\S* (?:copy|pad|transpose)\(", text[text.index("ENTRY") :])
+    kernel = partial(attend, backend="splash", tile_sizes=SMALL)
+    text = compile_attention(tpu.topology_mesh("v6e:2x4"), kernel, batch=2, tokens=2048, length=2000, heads=4)
+    copied = re.findall(r"= bf16\[[\d,]*2048[\d,]*\]\S* (?:copy|pad|transpose)\(", text[text.index("ENTRY") :])
     assert len(copied) == 1
 
 
@@ -225,21 +226,21 @@ def test_a_ring_overlaps_its_kernel_with_the_traffic():
 
 
 @pytest.mark.parametrize(
-    ("topology", "grid"),
+    ("topology", "grid", "text"),
     [
-        ("v6e:2x4", (3, 16, 24)),
-        pytest.param("v6e:2x4", (9, 30, 53), marks=pytest.mark.further),
-        pytest.param("v6e:2x4", (31, 45, 80), marks=pytest.mark.further),
-        pytest.param("v5e:2x4", (9, 30, 53), marks=pytest.mark.further),
-        pytest.param("v5p:2x2x1", (9, 30, 53), marks=pytest.mark.further),
+        ("v6e:2x4", (3, 16, 24), 256),
+        pytest.param("v6e:2x4", (9, 30, 53), 1985, marks=pytest.mark.further),
+        pytest.param("v6e:2x4", (31, 45, 80), 1985, marks=pytest.mark.further),
+        pytest.param("v5e:2x4", (9, 30, 53), 1985, marks=pytest.mark.further),
+        pytest.param("v5p:2x2x1", (9, 30, 53), 1985, marks=pytest.mark.further),
     ],
 )
-def test_sparse_attention_compiles(topology, grid):
-    """A small clip's, and HunyuanVideo-1.5's at 480p and 720p."""
-    shapes = [(1, math.prod(grid), 4, 128)] * 3 + [(1, 1985, 4, 128)] * 3
+def test_sparse_attention_compiles(topology, grid, text):
+    """A small clip's with a short text, and HunyuanVideo-1.5's at 480p and 720p."""
+    shapes = [(1, math.prod(grid), 4, 128)] * 3 + [(1, text, 4, 128)] * 3
 
     def f(q, k, v, *joint):
-        length = jnp.full(1, 300, jnp.int32)
+        length = jnp.full(1, 200, jnp.int32)
         return attend_jointly(q, k, v, joint, joint_len=length, tiles=(SparseTiles(selected=32), grid))
 
     assert splash.SPARSE_NAME in compile_for(topology, f, *shapes).as_text()
