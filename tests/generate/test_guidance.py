@@ -92,7 +92,7 @@ def test_skip_layer_is_diffusers(tmp_path):
 
 
 def test_a_run_with_skip_layer(pipe):
-    how = {"num_inference_steps": 12, "output_type": "latent", "progress": False}
+    how = {"num_inference_steps": 12, "output_type": "latent", "progress": False, "num_frames": 9, "force": True}
     plain, skipped = pipe(PROMPT, **how).frames, pipe(PROMPT, skip_layer=2, **how).frames
     assert np.abs(skipped - plain).max() > 1e-2
     np.testing.assert_allclose(pipe(PROMPT, skip_layer=2, compiled_loop=True, **how).frames, skipped, atol=1e-4)
@@ -170,13 +170,14 @@ def pipe():
 XLA_OPTIONS = xla_options.AS_USERS
 """As users compile: without them, forms of one program differ in more than the last bit."""
 
-HOW = {"num_inference_steps": 8, "output_type": "latent", "progress": False, "guidance_scale": 4.0}
+SIZE = {"num_frames": 9, "force": True}
+HOW = {"num_inference_steps": 8, "output_type": "latent", "progress": False, "guidance_scale": 4.0} | SIZE
 
 
 def test_an_interval_is_guidance_in_these_steps_and_none_in_the_others(pipe):
     found = pipe(PROMPT, guidance_interval=(0.25, 0.75), **HOW).frames
-    guided = pipe.resolve(GenerationRequest(PROMPT, num_inference_steps=8, guidance_scale=4.0))
-    plain = pipe.resolve(GenerationRequest(PROMPT, num_inference_steps=8, guidance_scale=1.0))
+    guided = pipe.resolve(GenerationRequest(PROMPT, num_inference_steps=8, guidance_scale=4.0, **SIZE))
+    plain = pipe.resolve(GenerationRequest(PROMPT, num_inference_steps=8, guidance_scale=1.0, **SIZE))
     conditioning = pipe.encode(guided, progress=False)
     text = pipe.encode(plain, progress=False)
     state = None

@@ -326,18 +326,18 @@ def test_decode_refuses(shape, message):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "batch"),
+    ("mesh", "batch", "height", "width"),
     [
-        ((2, 1, 2), 2),
-        pytest.param((2, 3, 1), 1, marks=pytest.mark.further),
-        pytest.param((1, 4, 1), 1, marks=pytest.mark.further),
-        pytest.param((8, 1, 1), 1, marks=pytest.mark.further),
+        ((2, 1, 2), 2, 4, 3),
+        pytest.param((2, 3, 1), 1, 8, 12, marks=pytest.mark.further),
+        pytest.param((1, 4, 1), 1, 8, 12, marks=pytest.mark.further),
+        pytest.param((8, 1, 1), 1, 8, 12, marks=pytest.mark.further),
     ],
     ids=str,
 )
-def test_images_split_over_devices(pair, mesh, batch):
-    """Latents of 8x12: clips and rows, rows and columns, rows alone."""
-    z, video = latent(3, 8, 12, batch), clip(9, 64, 96, batch)
+def test_images_split_over_devices(pair, mesh, batch, height, width):
+    """Clips and rows, rows and columns, rows alone."""
+    z, video = latent(3, height, width, batch), clip(9, 8 * height, 8 * width, batch)
     expected = decode(pair[1], z, None, False), encode(pair[1], video, None, False)
     with jax.set_mesh(sharding.make_mesh(*mesh)):
         found = decode(pair[1], z, None, False), encode(pair[1], video, None, False)

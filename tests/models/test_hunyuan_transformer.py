@@ -135,6 +135,9 @@ def evaluated(native, image, mesh=None):
         return evaluate(model, random(0, BATCH, *GRID, 9), inputs(image))
 
 
+@pytest.mark.parametrize(
+    "pair", [False, pytest.param(True, marks=pytest.mark.further)], indirect=True, ids=["plain", "meanflow"]
+)
 def test_blocks_in_two_parts_and_recomputed_blocks(pair):
     _, native = pair
     model = load_component("transformer", native, "float32")
