@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import unquote, urlsplit
 
 import pytest
@@ -206,41 +207,73 @@ print(json.dumps(answers))
 """
 
 
-CLIENTS = """
-import json, os, sys
-import cogvideox_flax.conversion.convert  # takes long; huggingface_hub is not among it: it reads the environment
+PROCESSES = """
+import json, os, runpy, sys, traceback
+from pathlib import Path
+import av, jax, flax.nnx, optax, PIL.Image  # take long
+import httpx, httpx2, filelock, tqdm.auto  # what huggingface_hub imports, which itself reads the environment
+from cogvideox_flax.conversion.convert import convert
+convert(Path(sys.argv[1]), Path(sys.argv[2]))  # traces the modules
+assert "huggingface_hub" not in sys.modules
 for line in sys.stdin:
-    environment, calls = json.loads(line)
+    how = json.loads(line)
     child = os.fork()
     if child == 0:
         os.environ.clear()
-        os.environ.update(environment)
-        code, sys.argv = sys.argv[1], ["", json.dumps(calls)]
-        exec(code)
+        os.environ.update(how["environment"])
+        os.chdir(how["folder"])
+        for number, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(how[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        code, sys.argv = 0, how["argv"]
+        try:
+            if sys.argv[0] == "-c":
+                exec(sys.argv.pop(1), {})
+            else:
+                runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        except SystemExit as e:
+            code = e.code or 0
+        except BaseException:
+            traceback.print_exc()
+            code = 1
         sys.stdout.flush()
-        os._exit(0)
-    if os.waitpid(child, 0)[1] != 0:
-        print("null", flush=True)
+        sys.stderr.flush()
+        os._exit(code)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
 
 @pytest.fixture(scope="module")
-def clients():
-    """A process that runs each CLIENT in a copy of itself."""
+def forks(sources, tmp_path_factory):
+    """A process that runs each command in a copy of itself, with everything imported but huggingface_hub."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with processes.running([sys.executable, "-c", CLIENTS, CLIENT], **pipes, cwd=ROOT) as process:
+    folders = sources / "one", tmp_path_factory.mktemp("traced") / "native"
+    with processes.running([sys.executable, "-c", PROCESSES, *folders], **pipes, cwd=ROOT) as process:
         yield process
 
 
 @pytest.fixture
-def client(clients, environment):
+def run(forks, environment, tmp_path):
+    """Runs a module as `python -m`, in `tmp_path`; or code, after "-c"."""
+
+    def run(*argv, **changes):
+        how = {"environment": environment | changes, "argv": list(map(str, argv)), "folder": str(tmp_path)}
+        how |= {name: str(tmp_path / f"std{name}") for name in ("out", "err")}
+        print(json.dumps(how), file=forks.stdin, flush=True)
+        code = int(forks.stdout.readline())
+        out, err = (Path(how[name]).read_text() for name in ("out", "err"))
+        return SimpleNamespace(returncode=code, stdout=out, stderr=err)
+
+    return run
+
+
+@pytest.fixture
+def client(run):
     """Asks `hub` in a process of its own, since huggingface_hub reads the environment when it is imported."""
 
     def client(*calls, **changes):
-        print(json.dumps([environment | changes, calls]), file=clients.stdin, flush=True)
-        answers = json.loads(clients.stdout.readline())
-        assert answers is not None, "the client failed: see what it wrote"
-        return answers
+        done = run("-c", CLIENT, json.dumps(calls), **changes)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
 
     return client
 
@@ -418,7 +451,7 @@ def test_nothing_cached_and_nobody_there(server, client, tmp_path):
     assert not list((tmp_path / "home").glob("*/config.json"))
 
 
-def test_a_broken_connection_is_taken_up_where_it_broke(server, environment, sources):
+def test_a_broken_connection_is_taken_up_where_it_broke(server, run, sources):
     name = "transformer/diffusion_pytorch_model.safetensors"
     data = bytes(range(256)) * 100_000  # more than the client's pieces of 10 MiB
     (sources / "big" / "transformer").mkdir(parents=True)
@@ -429,7 +462,7 @@ def test_a_broken_connection_is_taken_up_where_it_broke(server, environment, sou
         "from cogvideox_flax.conversion.download import download; "
         "print(download('big/file', None, ('*/*',), progress=False).folder)"
     )
-    done = processes.run([sys.executable, "-c", code], env=environment)
+    done = run("-c", code)
     assert done.returncode == 0, done.stderr
     assert (Path(done.stdout.strip()) / name).read_bytes() == data
     ranges = [headers.get("range") for kind, path, headers in server.asked if kind == "GET" and path.endswith(name)]
@@ -458,23 +491,19 @@ def test_a_killed_download_keeps_the_files_that_were_complete(server, environmen
     verify(native)
 
 
-def run(environment, folder, *argv):
-    return processes.run([sys.executable, "-m", *argv], env=environment, cwd=folder)
-
-
-def test_conversion_of_one_component(server, environment, tmp_path):
-    done = run(environment, tmp_path, "conversion", MODEL, "dst", "--component", "vae", "--revision", "dev")
+def test_conversion_of_one_component(server, run, tmp_path):
+    done = run("conversion", MODEL, "dst", "--component", "vae", "--revision", "dev")
     assert (done.returncode, done.stdout) == (0, "dst\n")
     assert {name for name in server.files() if "safetensors" in name} == {"vae/diffusion_pytorch_model.safetensors"}
     assert set(read_manifest(tmp_path / "dst").weights) == {"vae"}
-    done = run(environment, tmp_path, "conversion", "nobody/nothing", "dst2")
+    done = run("conversion", "nobody/nothing", "dst2")
     assert (done.returncode, done.stdout) == (2, "")
     assert "the hub has no model 'nobody/nothing'" in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "dst2").exists()
 
 
-def test_a_release_is_named_as_the_doctor_names_it(server, environment, client, tmp_path):
+def test_a_release_is_named_as_the_doctor_names_it(server, run, client, tmp_path):
     """In every command; a folder of that name comes first."""
     server.repos["zai-org/CogVideoX-2b"] = server.repos[MODEL]
     native, facts = client(("find", "cogvideox-2b", None), ("peek", "CogVideoX-2B", None))
@@ -485,22 +514,22 @@ def test_a_release_is_named_as_the_doctor_names_it(server, environment, client, 
         ("encode", "a circle", "--dir", "run", *options),
         ("quantize", "cogvideox-2b", "small", "--component", "transformer"),
     ):
-        done = run(environment | {"HF_HUB_OFFLINE": "1"}, tmp_path, "cogvideox_flax", *command)
+        done = run("cogvideox_flax", *command, HF_HUB_OFFLINE="1")
         assert done.returncode == 0, done.stderr
     assert read_manifest(tmp_path / "small").quantized("transformer") == "int8"
     settings = json.loads((tmp_path / "run" / "generation_config.json").read_text())
     assert settings["model_id"] == "zai-org/CogVideoX-2b"
     (tmp_path / "cogvideox-2b").mkdir()
-    done = run(environment, tmp_path, "cogvideox_flax", "info", "cogvideox-2b")
+    done = run("cogvideox_flax", "info", "cogvideox-2b")
     assert done.returncode == 2 and "cogvideox-2b is not a model" in done.stderr
 
 
-def test_a_run_remembers_its_revision(server, environment, sources, tmp_path):
+def test_a_run_remembers_its_revision(server, run, sources, tmp_path):
     options = ("--model", MODEL, "--revision", "dev", "--dtype", "float32", "--quiet")
-    done = run(environment, tmp_path, "cogvideox_flax", "encode", "a circle", "--dir", "run", *options)
+    done = run("cogvideox_flax", "encode", "a circle", "--dir", "run", *options)
     assert (done.returncode, done.stdout, done.stderr) == (0, "run/stage1_embeddings.safetensors\n", "")
     size = ("--num-frames", 9, "--height", 32, "--width", 48, "--steps", 1)
-    done = run(environment, tmp_path, "cogvideox_flax", "denoise", "--dir", "run", *size)
+    done = run("cogvideox_flax", "denoise", "--dir", "run", *size)
     assert done.returncode == 0, done.stderr
     config = json.loads((tmp_path / "run" / "generation_config.json").read_text())
     assert (config["model_id"], config["revision"]) == (MODEL, "dev")
@@ -511,18 +540,18 @@ def test_a_run_remembers_its_revision(server, environment, sources, tmp_path):
 @pytest.mark.parametrize(
     "command", ["train", "encode", *(pytest.param(name, marks=pytest.mark.further) for name in ("plan", "info"))]
 )
-def test_every_command_that_opens_a_model_takes_its_revision(server, environment, tmp_path, command):
+def test_every_command_that_opens_a_model_takes_its_revision(server, run, tmp_path, command):
     (tmp_path / "clips").mkdir()
     (tmp_path / "run.toml").write_text('clips = "clips"\nout = "out"\n[loop]\nsteps = 1\n')
     more = {"train": ["--config", "run.toml", "--check"], "encode": ["a", "--dir", "run"]}.get(command, [])
     named = ["--model", MODEL] if command != "info" else [MODEL]
-    done = run(environment, tmp_path, "cogvideox_flax", command, *more, *named, "--revision", "v9")
+    done = run("cogvideox_flax", command, *more, *named, "--revision", "v9")
     assert (done.returncode, done.stdout) == (2, "")
     assert f"{MODEL} has no revision 'v9'; expected a branch, a tag or a commit" in done.stderr
 
 
-def test_bad_options_download_no_weights(server, environment, tmp_path):
-    done = run(environment, tmp_path, "cogvideox_flax", "generate", "a", "--model", MODEL, "--num-frames", 10)
+def test_bad_options_download_no_weights(server, run, tmp_path):
+    done = run("cogvideox_flax", "generate", "a", "--model", MODEL, "--num-frames", 10)
     assert done.returncode == 2
     assert "Nearest: 9 and 17" in done.stderr
     assert set(server.files()) == CONFIGS
