@@ -337,9 +337,9 @@ def die(step, state):
         os.kill(os.getpid(), signal.SIGKILL)
 
 t.loop.MAX_SAVE_SHARE = float("inf")
-t.train(t.models(), t.denoise, t.denoise_batches, t.OFTEN_SAVED, Path(sys.argv[1]), on_step=die)
+t.train(t.START, t.pull, t.some_batches, t.OFTEN_SAVED, Path(sys.argv[1]), on_step=die)
 """
-OFTEN_SAVED = replace(SHORT, steps=6, save_minutes=1e-9)
+OFTEN_SAVED = replace(QUICK, steps=6, save_minutes=1e-9)
 
 
 def test_killed_and_resumed_is_bit_identical(tmp_path):
@@ -347,7 +347,7 @@ def test_killed_and_resumed_is_bit_identical(tmp_path):
     killed = processes.run([sys.executable, "-c", code, tmp_path / "cut"])
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     folders = [tmp_path / name for name in ("cut", "whole")]
-    states = [train(models(), denoise, denoise_batches, OFTEN_SAVED, folder) for folder in folders]
+    states = [train(START, pull, some_batches, OFTEN_SAVED, folder) for folder in folders]
     assert int(states[0].step) == 6
     for ours, theirs in zip(*map(jax.tree.leaves, states), strict=True):
         assert np.array_equal(ours, theirs)
