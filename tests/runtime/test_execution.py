@@ -179,7 +179,7 @@ def test_what_was_compiled_to_know_is_what_runs(native, tmp_path, monkeypatch, c
 
 @pytest.mark.parametrize("loop", [False, True])
 def test_unstacked_layers_share_the_memory_of_the_stack_and_give_the_same(pipe, loop, monkeypatch):
-    expected = pipe("red", **SMALL, output_type="float").frames
+    expected = pipe("red", **SMALL, output_type="latent").frames
     monkeypatch.setattr(cpu, "MIN_LAYER_BYTES", 0)
     for model in (pipe.text_encoder, pipe.transformer):
         unstacked = cpu.unstack_layers(model, 10)
@@ -200,7 +200,7 @@ def test_unstacked_layers_share_the_memory_of_the_stack_and_give_the_same(pipe, 
 
     monkeypatch.setattr(compiling, "unstack_layers", watched)
     again = CogVideoXPipeline.from_pretrained(pipe.native_dir, "float32")
-    found = again("red", **SMALL, compiled_loop=loop, output_type="float").frames
+    found = again("red", **SMALL, compiled_loop=loop, output_type="latent").frames
     np.testing.assert_allclose(found, expected, atol=1e-6)
     assert set(taken) == {TextEncoder, Transformer}
     assert SMALL["num_inference_steps"] > 1 and taken.count(Transformer) == 1  # not in each step
@@ -301,12 +301,16 @@ def test_ctrl_c_is_not_lost_where_python_drops_exceptions(dropping):
     assert sys.unraisablehook is hook
 
 
-def images(native, folder, **settings):
-    """Frames of a pipeline that keeps its programs in a folder, as of a new process."""
+LATENTS = SMALL | {"output_type": "latent"}
+"""For what is no different for the decoder, which takes longest to compile."""
+
+
+def result(native, folder, **settings):
+    """What a pipeline makes that keeps its programs in a folder, as of a new process: latents, or frames."""
     compiling._PROGRAMS.clear()
     pipe = CogVideoXPipeline.from_pretrained(native, dtype="float32")
     pipe.keep_programs(folder)
-    return pipe("red", **SMALL | settings).frames
+    return pipe("red", **LATENTS | settings).frames
 
 
 def never(*args):
@@ -315,30 +319,30 @@ def never(*args):
 
 @pytest.mark.parametrize("at_once", [False, True], ids=["stages", "one program"])
 def test_a_second_start_compiles_nothing(native, tmp_path, monkeypatch, at_once):
-    settings = {"scheduler": "dpm", "one_program": at_once}
-    first = images(native, tmp_path, **settings)
+    settings = {"scheduler": "dpm", "one_program": at_once, "output_type": "uint8"}
+    first = result(native, tmp_path, **settings)
     assert len(list(tmp_path.iterdir())) == (2 if at_once else 4)
     monkeypatch.setattr(CompiledProgram, "_compile", never)
-    assert np.array_equal(images(native, tmp_path, **settings), first)
+    assert np.array_equal(result(native, tmp_path, **settings), first)
     for changed in (
         {"scheduler": "ddim"},
         {"height": 48},
         {"num_inference_steps": 4} if at_once else {"num_frames": 9},
     ):
         with pytest.raises(AssertionError, match="compiled"):
-            images(native, tmp_path, **settings | changed)
+            result(native, tmp_path, **settings | changed)
     monkeypatch.setattr(compile_cache, "code_fingerprint", lambda: "another version")
     with pytest.raises(AssertionError, match="compiled"):
-        images(native, tmp_path, **settings)
+        result(native, tmp_path, **settings)
 
 
 def test_a_kept_program_that_is_damaged_is_compiled_anew(native, tmp_path, monkeypatch):
-    first = images(native, tmp_path)
+    first = result(native, tmp_path)
     for path in tmp_path.iterdir():
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    assert np.array_equal(images(native, tmp_path), first)
+    assert np.array_equal(result(native, tmp_path), first)
     monkeypatch.setattr(CompiledProgram, "_compile", never)
-    assert np.array_equal(images(native, tmp_path), first)
+    assert np.array_equal(result(native, tmp_path), first)
 
 
 def test_what_is_known_by_its_address_alone_is_not_kept(native, tmp_path):
@@ -347,8 +351,8 @@ def test_what_is_known_by_its_address_alone_is_not_kept(native, tmp_path):
 
     pipe = CogVideoXPipeline.from_pretrained(native, dtype="float32")
     pipe.keep_programs(tmp_path)
-    pipe("red", **SMALL, scheduler=OwnScheduler(pipe.scheduler.config))
-    assert len(list(tmp_path.iterdir())) == 3  # the text encoder, the noise and the decoder
+    pipe("red", **LATENTS, scheduler=OwnScheduler(pipe.scheduler.config))
+    assert len(list(tmp_path.iterdir())) == 2  # the text encoder and the noise
 
 
 def test_kept_programs_stay_below_their_limit(tmp_path, monkeypatch):
@@ -371,11 +375,11 @@ def test_what_comes_from_the_cache_of_jax_is_not_kept_as_it_is(native, tmp_path,
     compilation_cache.reset_cache()
     jax.clear_caches()  # what another test compiled is not written down
     try:
-        first = CogVideoXPipeline.from_pretrained(native, dtype="float32")("red", **SMALL).frames
+        first = CogVideoXPipeline.from_pretrained(native, dtype="float32")("red", **LATENTS).frames
         assert len(list((tmp_path / "jax").iterdir())) >= 3
         jax.clear_caches()
         for _ in range(2):
-            assert np.array_equal(images(native, tmp_path / "kept"), first)
+            assert np.array_equal(result(native, tmp_path / "kept"), first)
             monkeypatch.setattr(CompiledProgram, "_compile", never)
     finally:
         jax.config.update("jax_compilation_cache_dir", before[0])
@@ -387,7 +391,7 @@ def test_a_program_kept_for_a_mesh_runs_there(native, tmp_path, monkeypatch):
     def run():
         pipe = CogVideoXPipeline.from_pretrained(native, "float32", sharding.make_mesh(1, 2, 1))
         pipe.keep_programs(tmp_path)
-        return pipe("red", **SMALL).frames
+        return pipe("red", **LATENTS).frames
 
     first = run()
     monkeypatch.setattr(CompiledProgram, "_compile", never)
