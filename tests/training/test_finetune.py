@@ -297,22 +297,29 @@ def test_the_dtype_is_that_of_a_run(write, release):
     assert check(read_config(write(text), {"loop.dtype": "bfloat16"})).config.loop.dtype == "bfloat16"
 
 
-def test_a_run_with_other_recipes_resumes_exactly(write, tmp_path):
-    """Another law of the timesteps, min-SNR, a word before each caption, another schedule; each is part of the run."""
-    recipe = {
-        "timesteps.law": "logit_normal",
-        "min_snr": 5.0,
-        "id_token": "kite7",
-        "optimizer.schedule": "linear",
-    }
-    config = read_config(write(), recipe)
-    job = check(config)
+RECIPE = {
+    "timesteps.law": "logit_normal",
+    "min_snr": 5.0,
+    "id_token": "kite7",
+    "optimizer.schedule": "linear",
+}
+"""Another law of the timesteps, min-SNR, a word before each caption, another schedule."""
+
+
+def test_each_setting_of_a_recipe_is_part_of_the_run(write):
+    job = check(read_config(write(), RECIPE))
     assert {clip.caption for clip in job.clips} >= {"kite7 a large blue square", "kite7 a white circle"}
-    assert finetune(job, stop_after=lambda done: done == 2, progress=False) is None
-    for name, place in zip(recipe, ("timesteps", "min_snr", "clips", "optimizer"), strict=True):
-        others = {key: value for key, value in recipe.items() if key != name}
+    assert finetune(job, stop_after=lambda done: done == 1, progress=False) is None
+    for name, place in zip(RECIPE, ("timesteps", "min_snr", "clips", "optimizer"), strict=True):
+        others = {key: value for key, value in RECIPE.items() if key != name}
         with pytest.raises(InputError, match=f"{place}: there"):
             finetune(check(read_config(write(), others)), progress=False)
+
+
+@pytest.mark.further
+def test_a_run_with_other_recipes_resumes_exactly(write, tmp_path):
+    config = read_config(write(), RECIPE)
+    assert finetune(check(config), stop_after=lambda done: done == 2, progress=False) is None
     cut = finetune(check(config), progress=False)
     whole = finetune(check(dataclasses.replace(config, out=tmp_path / "whole")), progress=False)
     ours, theirs = load_file(cut), load_file(whole)
