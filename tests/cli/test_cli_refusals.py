@@ -847,9 +847,9 @@ def plain_environment() -> dict[str, str]:
 
 def test_a_start_is_quiet(tmp_path):
     """libtpu is installed here and there is no TPU, of which it would complain."""
-    for argv in (["info"], ["encode", "a red circle moves up", "--dir", tmp_path / "run", "--quiet"]):
-        done = python("-m", "cogvideox_flax", *argv, env=plain_environment(), inherit=False)
-        assert (done.returncode, done.stderr) == (0, "")
+    argv = ["encode", "a red circle moves up", "--dir", tmp_path / "run", "--quiet"]
+    done = python("-m", "cogvideox_flax", *argv, env=plain_environment(), inherit=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_without_libtpu_plan_names_the_extra():

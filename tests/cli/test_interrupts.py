@@ -33,7 +33,7 @@ model = "embedded"
 clips = "clips"
 out = "run"
 method = "lora"
-num_frames = 9
+num_frames = 1
 height = 32
 width = 48
 batch = 2
@@ -107,6 +107,7 @@ def test_a_command_ends_at_any_time(folder, command, seed):
         assert "Traceback" not in said
 
 
+SIZE = {"num_frames": 9, "num_inference_steps": 2, "force": True}
 SCRIPT = f"""
 import signal, sys, threading
 import numpy as np
@@ -127,7 +128,7 @@ for path in sys.argv[1:]:
     if path.endswith("last.npy"):
         pipe, interrupted = Pipeline.from_pretrained("embedded", dtype="bfloat16"), ["denoising_step"]
     try:
-        np.save(path, pipe("{PROMPT}", num_inference_steps=2).frames)
+        np.save(path, pipe("{PROMPT}", **{SIZE}).frames)
     except KeyboardInterrupt:
         pass
 """
@@ -140,7 +141,7 @@ def test_a_program_goes_on_with_the_same_pipeline(tmp_path):
     assert done.returncode == 0, done.stderr
     assert [path.exists() for path in paths] == [False, False, True, False]
     pipe = Pipeline.from_pretrained(hub.EMBEDDED, dtype="float32")
-    np.testing.assert_array_equal(np.load(paths[2]), pipe(PROMPT, num_inference_steps=2, progress=False).frames)
+    np.testing.assert_array_equal(np.load(paths[2]), pipe(PROMPT, **SIZE, progress=False).frames)
 
 
 def test_ctrl_c_after_the_end_of_a_command_changes_nothing():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -36,10 +37,17 @@ FLOORS = (
 FORBIDDEN_AT_RUN_TIME = {"torch", "diffusers", "transformers"}
 
 
+@cache
+def syntax(path: Path) -> list[ast.AST]:
+    """All nodes of a file's syntax tree."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+@cache
 def imports(path: Path) -> set[str]:
     """Full names of the modules that a file imports anywhere, functions included."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in syntax(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -156,7 +164,7 @@ def test_models_name_logical_axes_and_never_a_mesh():
 def test_every_wait_for_a_process_or_thread_has_a_limit():
     """In tests and benchmarks: `run`, `communicate`, `wait` and `join` are told one."""
     for path in [*files("tests"), *files("benchmarks")]:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in syntax(path):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
                 continue
             given = {keyword.arg for keyword in node.keywords}

@@ -181,8 +181,10 @@ LONG = ["generate", PROMPT, "--steps", 400, "--dtype", "float32", *MESH, "--out"
 def test_killed_and_interrupted_hosts_end_the_run_which_goes_on(tmp_path):
     """The loop goes on from process 0's disk."""
     with Hosts(tmp_path, *LONG) as hosts:
-        hosts.wait_for("denoising:")
-        time.sleep(2.5)  # longer than the state is kept back
+        deadline = time.monotonic() + 60
+        while not (hosts.folders[0] / "long.npz.stages" / store.STATE_FILE).exists():
+            assert time.monotonic() < deadline, hosts.said(0)
+            time.sleep(0.05)
         hosts.processes[1].kill()
         codes, outputs = hosts.finish(20)
     assert codes == [1, -signal.SIGKILL] and outputs == ["", ""]
