@@ -141,7 +141,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("scheduler", ["ddim", "dpm"])
+@pytest.mark.parametrize("scheduler", [pytest.param("ddim", marks=pytest.mark.further), "dpm"])
 def test_denoising_goes_on_after_the_last_step(paths, native, tmp_path, caplog, scheduler):
     more = ("--steps", 6, "--scheduler", scheduler)
     expected = latents(paths, native, tmp_path / "whole", *more)

@@ -41,6 +41,8 @@ ray = pytest.importorskip("ray")
 
 LINES = 12
 
+QUICK = "--steps", "4", "--num-frames", "9", "--force"
+
 DIED = ray.exceptions.ActorDiedError()
 
 TASK_FAULT = ray.exceptions.RayTaskError("make", "", KeyError("x"), proctitle="p", pid=1, ip="0")
@@ -100,7 +102,7 @@ def test_a_queue_over_a_cluster(cluster, tmp_path):
     lines = [f"a large {colour} {shape}" for colour in ("red", "green", "blue", "yellow") for shape in shapes]
     prompts.write_text("\n".join(lines))
     made = lambda: sorted(out.glob("*.mp4"))  # noqa: E731
-    driver = start(cluster, prompts, out, "--steps", "4", "--ray-worker", "CPU=1")
+    driver = start(cluster, prompts, out, *QUICK, "--ray-worker", "CPU=1")
     wait_for(lambda: len(made()) >= 2, driver)
     victim = workers("Worker")[0]
     victim.send_signal(signal.SIGKILL)
@@ -109,7 +111,7 @@ def test_a_queue_over_a_cluster(cluster, tmp_path):
     driver.send_signal(signal.SIGKILL)
     driver.communicate(timeout=60)
     before = {path: path.stat().st_mtime_ns for path in made()}
-    driver = start(cluster, prompts, out, "--steps", "4", "--ray-worker", "CPU=1")
+    driver = start(cluster, prompts, out, *QUICK, "--ray-worker", "CPU=1")
     printed, messages = driver.communicate(timeout=300)
     assert driver.returncode == 0, messages
     assert len(made()) == LINES and f"{len(before)} of {LINES} videos are there already" in messages
@@ -118,7 +120,7 @@ def test_a_queue_over_a_cluster(cluster, tmp_path):
     assert [read_metadata(path)["prompt"] for path in made()] == lines
     alone = tmp_path / "alone"
     prompts.write_text("\n".join(lines[:3]))
-    assert main(["generate", "--prompt-file", str(prompts), "--out", str(alone), "--steps", "4", "--quiet"]) == 0
+    assert main(["generate", "--prompt-file", str(prompts), "--out", str(alone), *QUICK, "--quiet"]) == 0
     for path in sorted(alone.glob("*.mp4")):
         np.testing.assert_array_equal(read_video(out / path.name)[0], read_video(path)[0])
     assert not (tmp_path / "clips.stages").exists() or not list((tmp_path / "clips.stages").rglob("*.safetensors"))
@@ -128,7 +130,7 @@ def test_a_video_over_the_hosts_of_a_slice(cluster, tpu_slice, tmp_path, monkeyp
     """Its processes are found by the labels of the slice; the video is that of one process on the same mesh."""
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     (tmp_path / "prompts.txt").write_text("a red circle")
-    how = ["--prompt-file", str(tmp_path / "prompts.txt"), "--steps", "2", "--mesh", "1,2,1"]
+    how = ["--prompt-file", str(tmp_path / "prompts.txt"), *QUICK, "--mesh", "1,2,1"]
     for name, more in {"together": ["--ray", cluster.address], "alone": []}.items():
         assert main(["generate", *how, "--out", str(tmp_path / name), "--quiet", *more]) == 0
     together, alone = (read_video(next((tmp_path / name).glob("*.mp4")))[0] for name in ("together", "alone"))
