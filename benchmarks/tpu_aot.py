@@ -75,7 +75,7 @@ TRAINING = {
     "train-768p": Training("cogvideox1.5-5b", 768, 1360, 81, "v6e:2x4", (2, 4, 1), 2, "attention"),
     "train-2b-all": replace(_5B, release="cogvideox-2b", mesh=(8, 1, 1, True), method="full"),
     "train-768p-all": Training(
-        "cogvideox1.5-5b", 768, 1360, 81, "v6e:8x8", (16, 4, 1, True), 16, "attention", method="full"
+        "cogvideox1.5-5b", 768, 1360, 81, "v6e:8x8", (32, 2, 1, True), 32, "attention", method="full"
     ),
     "train-768p-all-v5p": Training(
         "cogvideox1.5-5b", 768, 1360, 81, "v5p:4x4x4", (64, 1, 1, True), 64, "attention", method="full"

@@ -38,8 +38,9 @@ SLICE = "slice"
 RULES: dict[str, str] = {"batch": "dp", "tokens": "sp", "heads": "tp", "hidden": "tp"}
 """Logical axis -> mesh axis, for activations and for weights during computation."""
 
-STORED = ("dp", "sp")
-"""The mesh axes of the logical axis "stored" on an FSDP mesh, until a layer's weights are gathered."""
+STORED = ("sp", "dp")
+"""The mesh axes of the logical axis "stored" on an FSDP mesh, until a layer's weights are gathered. "heads stored" is
+split as "heads", and each part of it as "stored"."""
 
 MeshShape = tuple[int, int, int] | tuple[int, int, int, bool]
 """dp, sp, tp, and whether weights are split over dp and sp (FSDP)."""
@@ -142,12 +143,12 @@ def block_rows(blocks: str) -> ParameterRows:
         (r"attn\.[qkv]\.(base\.)?kernel", (None, "stored", "heads")),
         (r"attn\.[qkv]\.b", (None, None, "heads")),
         (r"attn\.[qkv]\.(base\.)?(bias|scale)", (None, "heads")),
-        (r"attn\.out\.(base\.)?kernel", (None, "heads", "stored")),
+        (r"attn\.out\.(base\.)?kernel", (None, "heads stored")),
         (r"attn\.out\.a", (None, "heads", None)),
         (r"mlp\.up\.(base\.)?kernel", (None, "stored", "hidden")),
         (r"mlp\.up\.b", (None, None, "hidden")),
         (r"mlp\.up\.(base\.)?(bias|scale)", (None, "hidden")),
-        (r"mlp\.down\.(base\.)?kernel", (None, "hidden", "stored")),
+        (r"mlp\.down\.(base\.)?kernel", (None, "hidden stored")),
         (r"mlp\.down\.a", (None, "hidden", None)),
         (r"attn\.([qkv]\.a|out\.b)|mlp\.(up\.a|down\.b)", REPLICATED),
         (r"(attn\.out|mlp\.down)\.(base\.)?(bias|scale)", REPLICATED),
@@ -181,7 +182,7 @@ def layer_weights(rows: ParameterRows, layer: T) -> T:
     """One layer of a component's `blocks`, on an FSDP mesh gathered over dp and sp.
 
     Used in the body of the scan over layers, so that only one or two layers are gathered at any time. The gradient of
-    what is gathered is summed in float32 and split again in one exchange.
+    what is gathered is summed in float32 and split again, over one mesh axis after the other.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if FSDP not in mesh.axis_names:
@@ -195,12 +196,26 @@ def layer_weights(rows: ParameterRows, layer: T) -> T:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gathered(axes: Axes, x: Array) -> Array:
-    return constrain(x, *(None if axis == "stored" else axis for axis in axes))
+    return jax.lax.with_sharding_constraint(x, _placement(axes, 0))
 
 
 def _scattered(axes: Axes, _: None, grad: Array) -> tuple[Array]:
-    """Without this constraint it would be that of what is gathered: a sum that every device has all of."""
-    return (constrain(grad.astype(jnp.float32), *axes).astype(grad.dtype),)
+    """Without these constraints it would be that of what is gathered: a sum that every device has all of.
+
+    They are of one mesh axis after the other, since libtpu 0.0.42 reduces and scatters over a row of chips, but over a
+    grid of more than 8 computes the whole sum, in bfloat16.
+    """
+    total = grad.astype(jnp.float32)
+    for n in range(1, len(STORED) + 1):
+        total = jax.lax.with_sharding_constraint(total, _placement(axes, n))
+    return (total.astype(grad.dtype),)
+
+
+def _placement(axes: Axes, n: int) -> NamedSharding:
+    """The sharding on the current mesh if "stored" were the first n axes of `STORED`."""
+    mesh, left_out = jax.sharding.get_abstract_mesh(), STORED[n:]
+    names = [tuple(name for name in mesh_axes(mesh.axis_names, axis) if name not in left_out) for axis in axes]
+    return NamedSharding(mesh, PartitionSpec(*map(_spec_entry, names)))
 
 
 _gathered.defvjp(lambda axes, x: (_gathered(axes, x), None), _scattered)
@@ -245,11 +260,13 @@ def dividing_spec(mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...]) -> Pa
 
 def mesh_axes(names: Collection[str], axis: str | None) -> tuple[str, ...]:
     """The axes, of those of a mesh with these names, over which a logical axis is split."""
-    if axis == "stored":
-        return STORED if FSDP in names else ()
+    if axis is None:
+        return ()
+    if axis.endswith("stored"):
+        return (*mesh_axes(names, axis.removesuffix("stored").strip() or None), *(STORED if FSDP in names else ()))
     if axis == "batch" and SLICE in names:
         return SLICE, RULES[axis]
-    return (RULES[axis],) if axis else ()
+    return (RULES[axis],)
 
 
 def on_each_shard(f: Callable[..., Array], axes: Sequence[Axes], result: Axes) -> Callable[..., Array]:

@@ -132,10 +132,11 @@ def test_gradients_of_adapters_are_summed_over_a_mesh_in_float32():
 
 
 @pytest.mark.further
-def test_gradients_of_gathered_weights_are_summed_in_float32_and_split():
+@pytest.mark.parametrize(("topology", "dp", "sp"), [("v6e:2x4", 4, 2), ("v6e:8x8", 16, 4)])
+def test_gradients_of_gathered_weights_are_summed_in_float32_and_split(topology, dp, sp):
     """Where weights are split over dp and sp, also those of a product whose rows are split over both."""
-    width, settings = 1920, LoopConfig(steps=2, dtype="bfloat16", ema_decay=0.0)
-    mesh = sharding.make_mesh(4, 2, 1, True, devices=topology_devices("v6e:2x4"))
+    width, settings = 2048, LoopConfig(steps=2, dtype="bfloat16", ema_decay=0.0)
+    mesh = sharding.make_mesh(dp, sp, 1, True, devices=topology_devices(topology))
 
     def loss(params, _, x, key):
         def layer(x, block):
@@ -149,12 +150,13 @@ def test_gradients_of_gathered_weights_are_summed_in_float32_and_split():
     params = {"transformer": {"blocks": {"mlp": blocks}}}
     state = abstract_state(params, settings, mesh, {"transformer": ROWS})
     place = NamedSharding(mesh, PartitionSpec(None, "dp"))
-    x = jax.ShapeDtypeStruct((1, 4, 2048, width), jnp.float32, sharding=place)
+    x = jax.ShapeDtypeStruct((1, dp, 1024 * sp, width), jnp.float32, sharding=place)
     with compiling_on(mesh):
         text = jit_step(loss, settings, state, "tpu").lower(state, None, x).compile().as_text()
-    sums = [types for types in re.findall(r"= (.*) all-reduce(?:-start)?\(", text) if f"[{width},{width}]" in types]
-    assert len(sums) == 2 and all(types.startswith("f32[") for types in sums), sums
-    assert len(re.findall(r"calls=%all-reduce-scatter", text)) == 2
+    scattered = re.findall(r"%all-reduce-scatter\S* \(input\S*: (\w+\[[\d,]+\])", text)
+    assert scattered.count(f"f32[{width},{width}]") == 2 and all(each.startswith("f32[") for each in scattered)
+    summed = re.findall(r"= (\w+\[[\d,]+\])\S* all-reduce(?:-start)?\(", text)
+    assert summed.count(f"f32[{width},{width}]") == 2 and f"bf16[{width},{width}]" not in summed
 
 
 def test_automatic_choice_is_the_kernel_on_a_tpu_and_holds_no_scores():
