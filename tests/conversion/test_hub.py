@@ -215,6 +215,7 @@ import httpx, httpx2, filelock, tqdm.auto  # what huggingface_hub imports, which
 from cogvideox_flax.conversion.convert import convert
 convert(Path(sys.argv[1]), Path(sys.argv[2]))  # traces the modules
 assert "huggingface_hub" not in sys.modules
+sys.path[0] = os.getcwd()  # it was "", wherever a copy goes
 for line in sys.stdin:
     how = json.loads(line)
     child = os.fork()
