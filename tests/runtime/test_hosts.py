@@ -174,20 +174,8 @@ def test_a_long_clip_is_streamed_by_all_hosts(layout, paths, tmp_path):
     assert frames[0].shape == (17, 32, 48, 3) and np.abs(frames[0] - frames[1]).max() <= 1
 
 
-LONG = [
-    "generate",
-    PROMPT,
-    "--num-frames",
-    9,
-    "--force",
-    "--steps",
-    800,
-    "--dtype",
-    "float32",
-    *MESH,
-    "--out",
-    "long.npz",
-]
+LENGTH = "--num-frames", 9, "--force", "--steps", 800
+LONG = ["generate", PROMPT, *LENGTH, "--dtype", "float32", *MESH, "--out", "long.npz"]
 """A run of the embedded model that is stopped."""
 
 

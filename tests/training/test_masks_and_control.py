@@ -354,5 +354,6 @@ def test_other_models_train_on_the_same_folder(clips, tmp_path):
     without = shutil.copytree(clips, tmp_path / "without", ignore=shutil.ignore_patterns("*.control*"))
     names = [(clip.name, clip.control) for clip in find_clips(clips, 9, 8)]
     assert names == [(clip.name, None) for clip in find_clips(without, 9, 8)]
-    (clips_with := shutil.copytree(clips, tmp_path / "captioned")).joinpath("a.control.txt").write_text("upside down")
-    assert "a.control.gif" in [clip.name for clip in find_clips(clips_with, 9, 8)]
+    captioned = shutil.copytree(clips, tmp_path / "captioned")
+    (captioned / "a.control.txt").write_text("upside down")
+    assert "a.control.gif" in [clip.name for clip in find_clips(captioned, 9, 8)]
