@@ -18,9 +18,9 @@ from jaxtyping import Array, Float, Float32
 
 from cogvideox_flax import checkpoint, sharding
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.lora.product import adapted_product, product
+from cogvideox_flax.lora.product import adapted_product
 from cogvideox_flax.models.model import Family
-from cogvideox_flax.nn.layers import Linear
+from cogvideox_flax.nn.layers import Linear, matmul, product
 from cogvideox_flax.nn.platforms import by_platform
 from cogvideox_flax.nn.quantized import QuantizedLinear, WidenedLinear, kind_of
 from cogvideox_flax.nn.stack import same_arrays
@@ -62,8 +62,8 @@ class LoRALinear(nnx.Module):
 
     def _two_products(self, x: Float[Array, "*batch in"]) -> Float32[Array, "*batch out"]:
         with jax.named_scope(SCOPE):
-            thin = product(x, self.a[...]).astype(x.dtype)
-            more = self.scale * product(thin, self.b[...])
+            thin = product(matmul, x, self.a[...]).astype(x.dtype)
+            more = self.scale * product(matmul, thin, self.b[...])
         return self.base(x, out_dtype=jnp.float32) + more
 
     def _one_product(self, x: Float[Array, "*batch in"]) -> Float32[Array, "*batch out"]:
@@ -243,5 +243,5 @@ def with_adapter(
 
 def _merge_layer(carry: None, layer: tuple[Array, Array, Array]) -> tuple[None, Array]:
     kernel, a, b = layer
-    delta = product(a.astype(jnp.float32), b.astype(jnp.float32))
+    delta = matmul(a.astype(jnp.float32), b.astype(jnp.float32))
     return carry, (kernel.astype(jnp.float32) + delta).astype(kernel.dtype)

@@ -12,24 +12,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
-from cogvideox_flax.nn.layers import precision
+from cogvideox_flax.nn.layers import matmul, precision
 
 _Gradients = tuple[Array, ...]
-
-
-@jax.custom_vjp
-def product(x: Float[Array, "*batch in"], weights: Float[Array, "in out"]) -> Float32[Array, "*batch out"]:
-    """x @ weights in x's dtype, summed in float32. The gradient of the weights has their dtype, with no rounding to
-    x's."""
-    return _matmul(x, weights.astype(x.dtype))
-
-
-def _product_backward(args: tuple[Array, Array], grad: Array) -> _Gradients:
-    x, weights = args
-    return _of_input(grad, weights.astype(x.dtype)).astype(x.dtype), _of_weights(x, grad).astype(weights.dtype)
-
-
-product.defvjp(lambda *args: (product(*args), args), _product_backward)
 
 
 @jax.custom_vjp
@@ -50,8 +35,8 @@ def adapted_product(
 def _adapted_forward(
     x: Array, a: Array, b: Array, kernel: Array
 ) -> tuple[Float32[Array, "*batch out"], tuple[Array, ...]]:
-    thin = _matmul(x, a.astype(x.dtype)).astype(x.dtype)
-    y = _matmul(jnp.concatenate((x, thin), -1), _written((kernel, b.astype(x.dtype)), 0))
+    thin = matmul(x, a.astype(x.dtype)).astype(x.dtype)
+    y = matmul(jnp.concatenate((x, thin), -1), _written((kernel, b.astype(x.dtype)), 0))
     return y, (x, thin, a, b, kernel)
 
 
@@ -72,10 +57,6 @@ def _written(parts: tuple[Array, Array], axis: int) -> Array:
     """Weights side by side, in memory: a product that joins them itself takes 1.4 times as long. It joins its rows
     itself without taking longer."""
     return jax.lax.optimization_barrier(jnp.concatenate(parts, axis))
-
-
-def _matmul(x: Array, y: Array) -> Float32[Array, "*batch out"]:
-    return jnp.matmul(x, y, preferred_element_type=jnp.float32, precision=precision(x.dtype))
 
 
 def _of_input(grad: Array, weights: Array) -> Float32[Array, "*batch in"]:

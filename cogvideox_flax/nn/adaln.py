@@ -58,15 +58,15 @@ class AdaLNZero(nnx.Module):
         self.norm = LayerNorm(width, eps=eps)
 
     def __call__(
-        self, x: Float32[Array, "B S D"], emb: Float32[Array, "B E"], is_text: Bool[Array, "S 1"]
+        self, x: Float32[Array, "B S D"], emb: Float32[Array, "B E"], is_text: Bool[Array, "S 1"], dtype: Any
     ) -> tuple[Float[Array, "B S D"], Float32[Array, "B 2 D"]]:
-        """Returns the modulated x, in the weights' dtype, and the gates (video, text) for the residual branch."""
+        """Returns the modulated x, in this dtype, and the gates (video, text) for the residual branch."""
         modulation = self.linear(jax.nn.silu(emb), out_dtype=jnp.float32).reshape(emb.shape[0], 2, 3, -1)
         shift, scale, gate = jnp.moveaxis(modulation, 2, 0)
         # the norm's own affine map and the timestep's are one
         weight, bias = (p[...].astype(jnp.float32) for p in (self.norm.scale, self.norm.bias))
         scale, shift = weight * (1 + scale), bias * (1 + scale) + shift
-        return modulated_norm(x, scale, shift, is_text, eps=self.norm.eps, dtype=self.linear.kernel.dtype), gate
+        return modulated_norm(x, scale, shift, is_text, eps=self.norm.eps, dtype=dtype), gate
 
 
 def per_stream(table: Float[Array, "B R D"], is_text: Bool[Array, "S 1"] | None) -> Float[Array, "B S D"]:

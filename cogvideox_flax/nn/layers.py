@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -65,9 +66,60 @@ def _linear(
 
     product_dtype: that both operands are converted to; default: x's.
     """
-    x, kernel = (a.astype(product_dtype or x.dtype) for a in (x, kernel.astype(x.dtype)))
-    y = jnp.matmul(x, kernel, preferred_element_type=sum_dtype, precision=precision(x.dtype))
+    y = product(partial(matmul, sum_dtype=sum_dtype, product_dtype=product_dtype), x, kernel)
     return sum((b.astype(sum_dtype) for b in bias), y).astype(out_dtype)
+
+
+def matmul(
+    x: Float[Array, "*batch in"],
+    kernel: Float[Array, "in out"],
+    *,
+    sum_dtype: Any = jnp.float32,
+    product_dtype: Any = None,
+) -> Float[Array, "*batch out"]:
+    """x @ kernel, summed in `sum_dtype`; both are converted to `product_dtype` first, if that is not x's."""
+    if product_dtype not in (None, x.dtype):
+        x, kernel = x.astype(product_dtype), kernel.astype(product_dtype)
+    axes = ((x.ndim - 1,), (0,)), ((), ())
+    return jax.lax.dot_general(x, kernel, axes, precision=precision(x.dtype), preferred_element_type=sum_dtype)
+
+
+def product(
+    multiply: Callable[[Array, Array], Array], x: Float[Array, "*batch in"], kernel: Num[Array, "in out"]
+) -> Array:
+    """multiply(x, kernel) with the kernel in x's dtype.
+
+    A float32 kernel beside x of 16 bits is one that is trained: its gradient is float32, and a mesh sums it in float32.
+
+    Args:
+        multiply: linear in both.
+    """
+    trained = x.dtype.itemsize == 2 and kernel.dtype == jnp.float32
+    return _trained_product(multiply, x, kernel) if trained else multiply(x, kernel.astype(x.dtype))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _trained_product(multiply: Callable[[Array, Array], Array], x: Array, kernel: Float32[Array, "in out"]) -> Array:
+    return multiply(x, kernel.astype(x.dtype))
+
+
+def _trained_product_backward(
+    multiply: Callable[[Array, Array], Array], args: tuple[Array, Array], grad: Array
+) -> tuple[Array, Float32[Array, "in out"]]:
+    x, kernel = args
+    (of_x,) = jax.linear_transpose(lambda x: multiply(x, kernel), x)(grad)
+    (of_kernel,) = jax.linear_transpose(partial(multiply, x), jax.ShapeDtypeStruct(kernel.shape, jnp.float32))(grad)
+    return of_x, of_kernel
+
+
+def _trained_product_forward(
+    multiply: Callable[[Array, Array], Array], x: Array, kernel: Array
+) -> tuple[Array, tuple[Array, Array]]:
+    kernel = kernel.astype(x.dtype)
+    return multiply(x, kernel), (x, kernel)
+
+
+_trained_product.defvjp(_trained_product_forward, _trained_product_backward)
 
 
 def in_columns(linear: Any, x: Float[Array, "B S in"]) -> Float[Array, "B S out"]:
@@ -87,15 +139,14 @@ def in_columns(linear: Any, x: Float[Array, "B S in"]) -> Float[Array, "B S out"
 def _linear_in_columns(
     x: Float[Array, "B S in"], kernel: Num[Array, "in out"], *bias: Num[Array, " out"]
 ) -> Float[Array, "B S out"]:
-    y = jax.lax.dot_general(
-        kernel.astype(x.dtype),
-        x,
-        (((0,), (2,)), ((), ())),
-        precision=precision(x.dtype),
-        preferred_element_type=jnp.float32,
-    )
+    y = product(_matmul_in_columns, x, kernel)
     y = sum((b.astype(jnp.float32)[:, None, None] for b in bias), y)
     return jax.lax.optimization_barrier(y.astype(x.dtype)).transpose(1, 2, 0)
+
+
+def _matmul_in_columns(x: Float[Array, "B S in"], kernel: Float[Array, "in out"]) -> Float32[Array, "out B S"]:
+    axes = ((0,), (2,)), ((), ())
+    return jax.lax.dot_general(kernel, x, axes, precision=precision(x.dtype), preferred_element_type=jnp.float32)
 
 
 class TransposedLinear(nnx.Module):

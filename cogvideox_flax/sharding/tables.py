@@ -14,6 +14,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.sharding.devices import find_devices
@@ -178,32 +179,44 @@ def parameter_sharding(mesh: Mesh, rows: ParameterRows, name: str, shape: tuple[
     return NamedSharding(mesh, spec_of(mesh, parameter_axes(rows, name), shape, f"parameter {name}"))
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=("value",), meta_fields=("dtype",))
+@dataclass(frozen=True)
+class Rounded:
+    """A float32 weight of a component's `blocks` that computes in another dtype: `layer_weights` rounds it."""
+
+    value: Float32[Array, ...]
+    dtype: Any
+
+
 def layer_weights(rows: ParameterRows, layer: T) -> T:
     """One layer of a component's `blocks`, on an FSDP mesh gathered over dp and sp.
 
     Used in the body of the scan over layers, so that only one or two layers are gathered at any time. The gradient of
-    what is gathered is summed in float32 and split again, over one mesh axis after the other.
+    what is gathered is summed in float32 and split again, over one mesh axis after the other. `Rounded` weights stay
+    float32 numbers, so that their gradients are; they are gathered in the dtype in which they compute.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if FSDP not in mesh.axis_names:
-        return layer
+    gathers = FSDP in jax.sharding.get_abstract_mesh().axis_names
 
-    def gather(path: jax.tree_util.KeyPath, leaf: Array) -> Array:
-        return _gathered(parameter_axes(rows, f"blocks.{parameter_name(path)}")[1:], leaf)
+    def weight(path: jax.tree_util.KeyPath, leaf: Array | Rounded) -> Array:
+        x, dtype = (leaf.value if isinstance(leaf, Rounded) else leaf), leaf.dtype
+        if not gathers:
+            return x if x.dtype == dtype else _rounded(dtype, x)
+        return _gathered(parameter_axes(rows, f"blocks.{parameter_name(path)}")[1:], dtype, x)
 
-    return jax.tree_util.tree_map_with_path(gather, layer)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gathered(axes: Axes, x: Array) -> Array:
-    return jax.lax.with_sharding_constraint(x, _placement(axes, 0))
+    return jax.tree_util.tree_map_with_path(weight, layer, is_leaf=lambda leaf: isinstance(leaf, Rounded))
 
 
-def _scattered(axes: Axes, _: None, grad: Array) -> tuple[Array]:
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gathered(axes: Axes, dtype: Any, x: Array) -> Array:
+    rounded = jax.lax.with_sharding_constraint(x.astype(dtype), _placement(axes, len(STORED)))
+    return jax.lax.with_sharding_constraint(rounded, _placement(axes, 0)).astype(x.dtype)
+
+
+def _scattered(axes: Axes, dtype: Any, _: None, grad: Array) -> tuple[Array]:
     """Without these constraints it would be that of what is gathered: a sum that every device has all of.
 
     They are of one mesh axis after the other, since libtpu 0.0.42 reduces and scatters over a row of chips, but over a
-    grid of more than 8 computes the whole sum, in bfloat16.
+    grid of more than 8 computes the whole sum.
     """
     total = grad.astype(jnp.float32)
     for n in range(1, len(STORED) + 1):
@@ -211,14 +224,23 @@ def _scattered(axes: Axes, _: None, grad: Array) -> tuple[Array]:
     return (total.astype(grad.dtype),)
 
 
+_gathered.defvjp(lambda axes, dtype, x: (_gathered(axes, dtype, x), None), _scattered)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _rounded(dtype: Any, x: Array) -> Array:
+    """The gradient is not rounded. The barrier keeps the compiler from leaving out both conversions."""
+    return jax.lax.optimization_barrier(x.astype(dtype)).astype(x.dtype)
+
+
+_rounded.defvjp(lambda dtype, x: (_rounded(dtype, x), None), lambda dtype, _, grad: (grad,))
+
+
 def _placement(axes: Axes, n: int) -> NamedSharding:
     """The sharding on the current mesh if "stored" were the first n axes of `STORED`."""
     mesh, left_out = jax.sharding.get_abstract_mesh(), STORED[n:]
     names = [tuple(name for name in mesh_axes(mesh.axis_names, axis) if name not in left_out) for axis in axes]
     return NamedSharding(mesh, PartitionSpec(*map(_spec_entry, names)))
-
-
-_gathered.defvjp(lambda axes, x: (_gathered(axes, x), None), _scattered)
 
 
 def parameter_name(path: jax.tree_util.KeyPath) -> str:

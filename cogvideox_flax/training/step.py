@@ -180,13 +180,16 @@ def train_step(
 def in_dtype(loss: Loss, dtype: str) -> Loss:
     """The loss as a function of float32 parameters: its weights are rounded to this dtype.
 
-    Adapters are not: their layers round them, and so their gradients are float32 (`lora.product`). Frozen arrays are
-    left as they are.
+    Those of a component's blocks are rounded in their layers, so that gradients are summed in float32 (`Rounded`);
+    so are adapters (`lora.product`). Frozen arrays are left as they are.
     """
 
-    def rounded(path: jax.tree_util.KeyPath, x: Array) -> Array:
-        stays = is_adapter_parameter(sharding.parameter_name(path)) or not jnp.issubdtype(x.dtype, jnp.floating)
-        return x if stays else x.astype(dtype)
+    def rounded(path: jax.tree_util.KeyPath, x: Array) -> Any:
+        name = sharding.parameter_name(path)
+        if is_adapter_parameter(name) or not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype == dtype:
+            return x
+        _, _, inside = name.partition(".")
+        return sharding.Rounded(x, dtype) if inside.startswith("blocks.") else x.astype(dtype)
 
     def loss_in_dtype(
         params: Params, frozen: Any, batch: Batch, key: Key[Array, ""]

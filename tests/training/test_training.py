@@ -51,7 +51,7 @@ from cogvideox_flax.training.loop import Trainer, Validation
 from cogvideox_flax.training.metrics import MetricsLog, plot_metrics, read_metrics
 from cogvideox_flax.training.objectives import velocity_loss
 from cogvideox_flax.training.optimizer import learning_rate
-from cogvideox_flax.training.step import init_state, train_step
+from cogvideox_flax.training.step import in_dtype, init_state, train_step
 from tests.support import processes
 from tests.support.training import ROWS, SMALL, TEXT, train
 
@@ -291,6 +291,19 @@ def test_bfloat16_trains_float32_weights(tmp_path, trained):
     moved = [np.asarray(x[n] - start[n]).ravel() for x in (full, half) for n in sorted(start)]
     full_way, half_way = np.concatenate(moved[: len(start)]), np.concatenate(moved[len(start) :])
     assert 0.99 < np.corrcoef(full_way, half_way)[0, 1] < 0.99999  # the same way, at another precision
+
+
+def test_gradients_of_blocks_are_not_rounded():
+    """In bfloat16, so that a mesh sums them in float32."""
+
+    def loss(models):
+        return in_dtype(denoise, "bfloat16")(models, None, denoise_batches(0), jax.random.key(0))[0]
+
+    found = parameters(jax.jit(jax.grad(loss))(models())["transformer"])
+    blocks = {name: gradient for name, gradient in found.items() if name.startswith("blocks.")}
+    assert len(blocks) == 24
+    for name, gradient in blocks.items():
+        assert (gradient != gradient.astype(jnp.bfloat16)).mean() > 0.5, name
 
 
 def test_remat_changes_nothing():

@@ -50,6 +50,7 @@ class Tokens:
     rotary: cos and sin of every token; None if positions are added to x.
     text_length: number of text tokens.
     grid: (frames, rows, columns) of the video tokens.
+    dtype: in which the blocks compute.
     """
 
     x: Float32[Array, "B S D"]
@@ -58,6 +59,7 @@ class Tokens:
     rotary: rope.Rotary | None
     text_length: int = field(metadata={"static": True})
     grid: tuple[int, int, int] = field(metadata={"static": True})
+    dtype: Any = field(metadata={"static": True})
 
     @property
     def length(self) -> int:
@@ -109,9 +111,9 @@ class Block(nnx.Module):
 
     def __call__(self, tokens: Tokens, attend: Attend) -> Float32[Array, "B S D"]:
         x, is_text = tokens.x, tokens.is_text
-        y, gate = self.norm1(x, tokens.emb, is_text)
+        y, gate = self.norm1(x, tokens.emb, is_text, tokens.dtype)
         x = x + per_stream(gate, is_text) * self.attn(y, tokens.rotary, tokens.length, attend)
-        y, gate = self.norm2(x, tokens.emb, is_text)
+        y, gate = self.norm2(x, tokens.emb, is_text, tokens.dtype)
         return x + per_stream(gate, is_text) * self.mlp(y)
 
 
@@ -225,7 +227,8 @@ class Transformer(Component):
             rotary = rope.rotary(grid, config.head_dim, _rotary_base(config), trained)
             rotary = rope.pad_rotary(rotary, before=text_length, after=padding)
         is_text = (jnp.arange(x.shape[1]) < text_length)[:, None]
-        return Tokens(x=x, emb=emb, is_text=is_text, rotary=rotary, text_length=text_length, grid=grid)
+        dtype = self.proj_out.kernel.dtype
+        return Tokens(x=x, emb=emb, is_text=is_text, rotary=rotary, text_length=text_length, grid=grid, dtype=dtype)
 
     def run_blocks(self, tokens: Tokens, *, start: int = 0, stop: int | None = None, remat: Remat = False) -> Tokens:
         """Blocks in one scan: all of them, or those of a slice (start=-1 is the last); remat as for `__call__`."""

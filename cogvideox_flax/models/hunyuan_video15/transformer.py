@@ -60,6 +60,7 @@ class Tokens:
     text_length: how many tokens of the second stream are attended.
     rotary: cos and sin of the video tokens.
     grid: (frames, rows, columns) of the video tokens.
+    dtype: in which the blocks compute.
     sparse: which tiles of them attend to which; None: all.
     """
 
@@ -68,6 +69,7 @@ class Tokens:
     text_length: Int32[Array, " B"]
     rotary: rope.Rotary
     grid: tuple[int, int, int] = field(metadata={"static": True})
+    dtype: Any = field(metadata={"static": True})
     sparse: attention.SparseTiles | None = field(default=None, metadata={"static": True})
 
     @property
@@ -117,10 +119,10 @@ class Stream(nnx.Module):
         return jnp.split(self.modulation(jax.nn.silu(emb))[:, None], 6, -1)
 
     def norm(
-        self, x: Float32[Array, "B S D"], shift: Float32[Array, "B 1 D"], scale: Float32[Array, "B 1 D"]
+        self, x: Float32[Array, "B S D"], shift: Float32[Array, "B 1 D"], scale: Float32[Array, "B 1 D"], *, dtype: Any
     ) -> Float[Array, "B S D"]:
-        """The modulated layer norm, in the weights' dtype."""
-        return modulated_norm(x, 1 + scale, shift, eps=EPS, dtype=self.modulation.kernel.dtype)
+        """The modulated layer norm, in this dtype."""
+        return modulated_norm(x, 1 + scale, shift, eps=EPS, dtype=dtype)
 
     def finish(
         self, x: Float32[Array, "B S D"], attended: Float[Array, "B S N K"], modulation: list[Float32[Array, "B 1 D"]]
@@ -128,7 +130,7 @@ class Stream(nnx.Module):
         """x with the result of the attention, then with that of the MLP."""
         _, _, gate, *of_mlp, gate_mlp = modulation
         x = x + gate * self.attn.out(attended.reshape(x.shape), out_dtype=jnp.float32)
-        return x + gate_mlp * self.mlp(self.norm(x, *of_mlp))
+        return x + gate_mlp * self.mlp(self.norm(x, *of_mlp, dtype=attended.dtype))
 
 
 class Block(nnx.Module):
@@ -141,8 +143,8 @@ class Block(nnx.Module):
     def __call__(self, tokens: Tokens, attend: Attend) -> Streams:
         video, text = tokens.x
         of_video, of_text = self.video.modulate(tokens.emb), self.text.modulate(tokens.emb)
-        q, k, v = self.video.attn.project(self.video.norm(video, *of_video[:2]), tokens.rotary)
-        joint = self.text.attn.project(self.text.norm(text, *of_text[:2]), None)
+        q, k, v = self.video.attn.project(self.video.norm(video, *of_video[:2], dtype=tokens.dtype), tokens.rotary)
+        joint = self.text.attn.project(self.text.norm(text, *of_text[:2], dtype=tokens.dtype), None)
         lengths = {"kv_len": tokens.length, "joint_len": tokens.text_length}
         tiles: dict[str, Any] = {} if tokens.sparse is None else {"tiles": (tokens.sparse, tokens.grid)}
         attended, joint_attended = attend(q, k, v, joint, **lengths, **tiles)
@@ -251,7 +253,8 @@ class Transformer(Component):
         axes = rope.axis_positions(grid, None)
         rotary = rope.rotary_of(axes, config.rope_axes, config.rope_theta)
         rotary = rope.pad_rotary(rotary, before=0, after=video.shape[1] - math.prod(grid))
-        return Tokens(x=(video, prompt), emb=emb, text_length=text_length, rotary=rotary, grid=grid, sparse=sparse)
+        of_all = {"rotary": rotary, "grid": grid, "sparse": sparse, "dtype": self.proj_out.kernel.dtype}
+        return Tokens(x=(video, prompt), emb=emb, text_length=text_length, **of_all)
 
     def run_blocks(self, tokens: Tokens, *, start: int = 0, stop: int | None = None, remat: Remat = False) -> Tokens:
         """Blocks in one scan: all of them, or those of a slice (start=-1 is the last); remat as for `__call__`."""
@@ -274,7 +277,8 @@ class Transformer(Component):
         """The video's input of the first block's attention: normed and modulated by the timestep."""
         first = self.blocks[0] if isinstance(self.blocks, nnx.List) else jax.tree.map(lambda x: x[0], self.blocks)
         video = sharding.layer_weights(TRANSFORMER, first).video
-        return video.norm(tokens.x[0], *video.modulate(tokens.emb)[:2]).astype(jnp.float32)[:, : tokens.length]
+        y = video.norm(tokens.x[0], *video.modulate(tokens.emb)[:2], dtype=tokens.dtype)
+        return y.astype(jnp.float32)[:, : tokens.length]
 
     def head(self, tokens: Tokens) -> Float32[Array, "B T H W out"]:
         """The velocity of the video tokens."""
