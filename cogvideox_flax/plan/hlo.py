@@ -43,6 +43,12 @@ class Op:
         return found
 
 
+def _constant(op: Op) -> int | None:
+    """A constant natural number."""
+    found = re.search(r" constant\((\d+)\)", op.text)
+    return int(found[1]) if found else None
+
+
 class Program:
     """The computations of an HLO module.
 
@@ -86,7 +92,7 @@ class Program:
         ops = self.computations[name]
         for op in ops.values():
             if op.kind == "while":
-                yield from self._run(op.called()[-1], times * self._rounds(op))
+                yield from self._run(op.called()[-1], times * self._rounds(ops, op))
             elif op.kind in _CALLERS:
                 called = op.called()
                 scopes = [s for s in self.shares if f"/{s}/cond" in op.text] if op.kind == "conditional" else []
@@ -98,17 +104,27 @@ class Program:
             else:
                 yield ops, op, times
 
-    def _rounds(self, loop: Op) -> int:
-        """The number of iterations of a loop: its annotation, or the bound of a counter from 0 in its condition."""
+    def _rounds(self, ops: dict[str, Op], loop: Op) -> int:
+        """The number of iterations of a loop: its annotation, or the bound of its counter in its condition.
+
+        The counter starts at 0, or at the constant with which the loop is called: at 1 if XLA runs the first iteration
+        before the loop.
+        """
         if noted := re.search(r'known_trip_count"?:\{"?n"?:"?(\d+)', loop.text):
             return int(noted[1])
         condition = re.search(r"condition=%?([\w.-]+)", loop.text)
-        ops = self.computations[condition[1]].values() if condition else []
-        bounds = [found for op in ops if op.kind == "constant" and (found := re.search(r"constant\((\d+)\)", op.text))]
-        compares = [op for op in ops if op.kind == "compare" and "direction=LT" in op.text]
+        inside = self.computations[condition[1]] if condition else {}
+        bounds = [number for op in inside.values() if (number := _constant(op)) is not None]
+        compares = [op for op in inside.values() if op.kind == "compare" and "direction=LT" in op.text]
         if len(bounds) != 1 or len(compares) != 1:
             raise ValueError(f"a loop does not say how often it runs: {loop.text.strip()[:200]}")
-        return int(bounds[0][1])
+        index = re.search(r"index=(\d+)", inside[compares[0].operands[0]].text)
+        start = ops.get(loop.operands[0])
+        if index and start and start.kind == "tuple":
+            start = ops.get(start.operands[int(index[1])])
+        while start and start.kind in ("bitcast", "copy"):
+            start = ops.get(start.operands[0])
+        return bounds[0] - ((start and _constant(start)) or 0)
 
     def written_bytes(self, ops: dict[str, Op], op: Op) -> int:
         """Bytes of HBM that an operation writes; for an in-place update, the bytes of the update."""

@@ -497,6 +497,34 @@ ENTRY %main (q: (s32[], f32[8])) -> (s32[], f32[8]) {
     assert sum(part.seconds for part in parts(program, chip)) == pytest.approx(5 * 2e-3)
 
 
+@pytest.mark.parametrize(("start", "rounds"), [("constant(0)", 5), ("constant(1)", 4), ("parameter(1)", 5)])
+def test_a_loop_runs_from_what_it_is_called_with(start, rounds):
+    """XLA may run the first iteration before the loop."""
+    program = Program(
+        f"""
+%condition (c: (f32[8], s32[])) -> pred[] {{
+  %bound = s32[] constant(5)
+  %c = (f32[8], s32[]) parameter(0)
+  %counter = s32[] get-tuple-element(%c), index=1
+  ROOT %less = pred[] compare(%counter, %bound), direction=LT
+}}
+
+%body (b: (f32[8], s32[])) -> (f32[8], s32[]) {{
+  ROOT %b = (f32[8], s32[]) parameter(0)
+}}
+
+ENTRY %main (x: f32[8], y: s32[]) -> (f32[8], s32[]) {{
+  %x = f32[8] parameter(0)
+  %first = s32[] {start}
+  %copy = s32[] copy(%first)
+  %arguments = (f32[8], s32[]) tuple(%x, %copy)
+  ROOT %loop = (f32[8], s32[]) while(%arguments), condition=%condition, body=%body
+}}
+"""
+    )
+    assert {op.name: times for _, op, times in program.run()}["b"] == rounds
+
+
 FUSED = """
 %all-reduce-scatter (a: f32[8,16]) -> f32[2,16] {
   %a = f32[8,16]{1,0} parameter(0)
