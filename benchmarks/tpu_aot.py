@@ -71,6 +71,7 @@ _5B = Training("cogvideox-5b", 480, 720, 49, "v6e:2x4", (8, 1, 1), 8, "attention
 TRAINING = {
     "train-2b": replace(_5B, release="cogvideox-2b", topology="v6e:1x1", mesh=(1, 1, 1), clips=1),
     "train-5b": _5B,
+    "train-5b-slices": replace(_5B, topology="2xv6e:8x8", mesh=(128, 1, 1), clips=128),
     "train-480p": replace(_5B, release="cogvideox1.5-5b"),
     "train-768p": Training("cogvideox1.5-5b", 768, 1360, 81, "v6e:2x4", (2, 4, 1), 2, "attention"),
     "train-2b-all": replace(_5B, release="cogvideox-2b", mesh=(8, 1, 1, True), method="full"),

@@ -107,14 +107,6 @@ def _state_shardings(state: TrainState, placements: Any, config: LoopConfig, mes
     return TrainState(step, placements, placements if config.ema_decay else None, moments)
 
 
-TPU_OPTIONS = {
-    "xla_tpu_enable_all_experimental_scheduler_features": True,
-    "xla_tpu_enable_async_collective_fusion": True,
-    "xla_tpu_overlap_compute_collective_tc": True,
-}
-"""XLA's options for a step on TPUs, with which exchanges wait less: products run beside more of them."""
-
-
 def jit_step(loss: Loss, config: LoopConfig, state: TrainState, platform: str | None = None, **options: Any) -> Any:
     """The training step, jitted. Its state takes the memory of the one before, and lies where that lies.
 
@@ -123,13 +115,11 @@ def jit_step(loss: Loss, config: LoopConfig, state: TrainState, platform: str | 
         platform: as for `compiler_options`.
         options: more options of XLA.
     """
-    if (platform or jax.default_backend()) == "tpu":
-        options = TPU_OPTIONS | options
     return jax.jit(
         partial(train_step, loss=loss, config=config),
         donate_argnums=0,
         out_shardings=(jax.tree.map(lambda x: x.sharding, state), None),
-        compiler_options=compiler_options(config.dtype, platform=platform) | options,
+        compiler_options=compiler_options(config.dtype, platform=platform, training=True) | options,
     )
 
 
