@@ -17,7 +17,6 @@ from cogvideox_flax.cli.cluster import check_ray, make_on_cluster
 from cogvideox_flax.cli.prepare import (
     Prepared,
     check_runs,
-    directory_of,
     given_options,
     look,
     model_of_recipe,
@@ -88,7 +87,7 @@ def generate(args: argparse.Namespace) -> None:
         (run,) = prepared.runs
         folder, paths = args.dir or stages_of(out, run.request), output_paths(out, run.request)
         with run_dir_lock(folder, temporary=args.dir is None):
-            _make(args, model, run, directory_of(model, prepared.choice, folder), paths)
+            _make(args, model, run, RunDirectory(folder, prepared.choice, model.fingerprints()), paths)
         print("\n".join(map(str, paths)))
 
 
@@ -143,7 +142,7 @@ def _generate_queue(args: argparse.Namespace, out: Path) -> None:
     folder = (args.dir or stages_folder(out)) / "queue"  # below --dir, so that the files of other runs there stay
     queue = Queue(args.prompt_file, out)
     model, prepared = open_prepared(args, partial(_prepare_queue, args, queue, folder))
-    store, keep = directory_of(model, prepared.choice, folder), model.fits_at_once()
+    store, keep = RunDirectory(folder, prepared.choice, model.fingerprints()), model.fits_at_once()
     missing = [(run, items) for run, items in zip(prepared.runs, queue.todo(model), strict=True) if items]
     if args.ray is not None:
         options = {"lora": [], **given_options(args)}
@@ -229,12 +228,12 @@ def _prepare_denoise(args: argparse.Namespace) -> Prepared:
     refuse_unrepeatable(settings, args.dir, "go on with it there")
     choice, manifest = look(args, settings)
     run = resolve(request_of(args, asked_settings(settings)), manifest, choice.dtype)
-    directory_of(None, choice, args.dir).read_features(run)
+    RunDirectory(args.dir, choice).read_features(run)
     return check_runs(args, choice, manifest, [run], args.dir)
 
 
 def _run_stage(args: argparse.Namespace, model: OpenModel, prepared: Prepared) -> None:
-    (run,), store = prepared.runs, directory_of(model, prepared.choice, args.dir)
+    (run,), store = prepared.runs, RunDirectory(args.dir, prepared.choice, model.fingerprints())
     with run_dir_lock(args.dir):
         result_of(_previewed(args, model, journey.generate(model, run, store, [args.command])), not args.quiet)
 

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 from cogvideox_flax import hub
 from cogvideox_flax.checkpoint import Manifest
@@ -44,7 +43,7 @@ from cogvideox_flax.generate.request import STEP_CACHES, GenerationRequest, chec
 from cogvideox_flax.generate.resolve import check_model, check_prompts, check_run, resolve
 from cogvideox_flax.generate.result import fill, is_template
 from cogvideox_flax.generate.run import Run
-from cogvideox_flax.generate.store import RunDirectory, check_folder, request_json, request_of_json, space_needed
+from cogvideox_flax.generate.store import check_folder, request_json, request_of_json, space_needed
 from cogvideox_flax.io.paths import (
     check_name,
     check_writable,
@@ -55,7 +54,7 @@ from cogvideox_flax.io.paths import (
 from cogvideox_flax.plan import chip_of_device, choose_mesh
 from cogvideox_flax.runtime.multihost import hosts
 from cogvideox_flax.runtime.profiling import ProfilingOptions
-from cogvideox_flax.sharding import describe_mesh, make_mesh, parse_mesh, slice_count
+from cogvideox_flax.sharding import describe_mesh, mesh_of, slice_count
 
 log = logging.getLogger("cogvideox_flax")
 
@@ -103,8 +102,7 @@ def open_prepared(args: argparse.Namespace, prepare: Callable[[], Prepared]) -> 
     if isinstance(decided, dict):  # on another process
         decided = Prepared(**decided | {"choice": ModelChoice(**decided["choice"])})
     prepared: Prepared = decided
-    choice, mesh = prepared.choice, explicit_mesh(prepared.choice.mesh)
-    model = OpenModel.open_on_hosts(choice.where, choice.dtype, mesh, **choice.which, progress=not args.quiet)
+    model = OpenModel.open_on_hosts(prepared.choice, progress=not args.quiet)
     model.profiling = profiling_options(args)
     if len(prepared.runs) < len(prepared.requests):
         runs = [resolve(request_of_json(each), model.manifest, model.dtype) for each in prepared.requests]
@@ -112,12 +110,6 @@ def open_prepared(args: argparse.Namespace, prepare: Callable[[], Prepared]) -> 
             hosts.check_equal("the settings", theirs, request_json(run.request))
         prepared = replace(prepared, runs=runs)
     return model, prepared
-
-
-def directory_of(model: OpenModel | None, choice: ModelChoice, folder: Path) -> RunDirectory:
-    """The run directory of a model, which need not be open yet to read what is there."""
-    fingerprints = {} if model is None else model.fingerprints()
-    return RunDirectory(folder=folder, model_id=choice.model_id, **choice.which, fingerprints=fingerprints)
 
 
 # --- the model
@@ -151,7 +143,7 @@ def _on(choice: ModelChoice, mesh: str | None, manifest: Manifest) -> ModelChoic
     Raises:
         InputError: its weights do not divide over the mesh.
     """
-    check_model(manifest, choice.model_id, choice.dtype, explicit_mesh(mesh))
+    check_model(manifest, choice.model_id, choice.dtype, mesh_of(mesh))
     return replace(choice, mesh=mesh)
 
 
@@ -159,10 +151,6 @@ def _absolute(where: str) -> str:
     """A path that is there as it is named from any directory; a hub id stays."""
     path = expand_user(where)
     return os.path.abspath(path) if os.path.exists(path) else where
-
-
-def explicit_mesh(text: str | None) -> Mesh | None:
-    return None if text is None else make_mesh(*parse_mesh(text))
 
 
 def with_automatic_mesh(
@@ -196,7 +184,7 @@ def check_runs(
         check_writable(args.profile / "trace")
     preview_of(args, manifest)
     for run in runs:
-        check_run(run, explicit_mesh(choice.mesh), profiling_options(args))
+        check_run(run, mesh_of(choice.mesh), profiling_options(args))
     return Prepared(choice, runs)
 
 

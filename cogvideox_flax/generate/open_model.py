@@ -14,10 +14,11 @@ from typing import Any, ClassVar, Self, cast
 import jax
 from jax.sharding import Mesh
 
-from cogvideox_flax import checkpoint, hub
+from cogvideox_flax import checkpoint, hub, sharding
 from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.generate.diffusers_names import METHODS
 from cogvideox_flax.generate.events import Compiling, Events
+from cogvideox_flax.generate.model_choice import ModelChoice
 from cogvideox_flax.generate.recipe import recipe, request_values
 from cogvideox_flax.generate.resolve import check_model
 from cogvideox_flax.generate.run import ProgramCall, Run, abstract_weights
@@ -95,17 +96,7 @@ class OpenModel:
         check_model(manifest, where, dtype, mesh)
 
     @classmethod
-    def open_on_hosts(
-        cls,
-        where: str | Path | None,
-        dtype: str | None,
-        mesh: Mesh | None,
-        *,
-        revision: str | None,
-        transformer: str | None = None,
-        variant: str | None = None,
-        progress: bool,
-    ) -> Self:
+    def open_on_hosts(cls, choice: ModelChoice, *, progress: bool) -> Self:
         """Open a checkpoint that `hub.peek` has checked, on all hosts: process 0 is the first, and converts it for all
         that share its disk.
 
@@ -113,9 +104,10 @@ class OpenModel:
             InputError: as for `Pipeline.from_pretrained`; a mesh that leaves out a host, or hosts with different
                 checkpoints.
         """
+        mesh = sharding.mesh_of(choice.mesh)
 
         def open_here() -> Any:
-            return cls(hub.find(where, revision, transformer, variant, progress=progress), dtype, mesh)
+            return cls(hub.find(choice.where, **choice.which, progress=progress), choice.dtype, mesh)
 
         hosts.check_mesh(mesh)
         return hosts.process_0_then_others(open_here, "the checkpoints", cls.fingerprints)

@@ -31,6 +31,7 @@ from cogvideox_flax.errors import CheckpointError, InputError, NonFiniteError
 from cogvideox_flax.generate.denoise import DenoiseState
 from cogvideox_flax.generate.encode import NEGATIVE, VIDEO_FEATURE, Conditioning
 from cogvideox_flax.generate.media import MEDIA, Media
+from cogvideox_flax.generate.model_choice import ModelChoice
 from cogvideox_flax.generate.predict.adaptive import FULL, AdaptiveState
 from cogvideox_flax.generate.predict.step_cache import StepCache
 from cogvideox_flax.generate.recipe import deciding, plain, request_values, unhashed
@@ -125,21 +126,17 @@ class States:
         """Take the state after a step."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RunDirectory:
     """Finished work of a run in a directory, from which a later run continues.
 
-    model_id, revision, transformer, variant: as the user named the model, a transformer in place of its own, and the
-        variant of their files.
+    choice: the model, as the user named it.
     fingerprints: part of the checkpoint -> fingerprint of its config and contents; empty until it is open.
     by_seed: each seed has a directory of its own below.
     """
 
     folder: Path
-    model_id: str
-    revision: str | None
-    transformer: str | None = None
-    variant: str | None = None
+    choice: ModelChoice
     fingerprints: dict[str, str] = dataclasses.field(default_factory=dict)
     by_seed: bool = False
 
@@ -175,8 +172,9 @@ class RunDirectory:
     def _write_settings(self, folder: Path, run: Run) -> None:
         """Write `generation_config.json`; one prompt is written as the reference system does."""
         folder.mkdir(parents=True, exist_ok=True)
-        own = {"model_id": self.model_id, "revision": self.revision, "fingerprints": self.fingerprints}
-        more = {"transformer": self.transformer, "variant": self.variant}
+        choice = self.choice
+        own = {"model_id": choice.model_id, "revision": choice.revision, "fingerprints": self.fingerprints}
+        more = {"transformer": choice.transformer, "variant": choice.variant}
         own |= {name: value for name, value in more.items() if value is not None}
         raw = {"prompt": run.request.prompt, **settings_json(run), **own, "dtype": run.dtype}
         prompts = {name: one_or_all(raw[name]) for name in ("prompt", "negative_prompt")}
@@ -206,7 +204,7 @@ class RunDirectory:
         tensors |= {NEGATIVE + name: fetch(value) for name, value in (conditioning.negative_text or {}).items()}
         video = {} if conditioning.video is None else {VIDEO_FEATURE: conditioning.video}
         tensors |= {name: _in_file(fetch(x)) for name, x in (conditioning.visual | video).items()}
-        metadata = {"settings": self._conditioning_key(run), **_prompts(run), "model_id": self.model_id}
+        metadata = {"settings": self._conditioning_key(run), **_prompts(run), "model_id": self.choice.model_id}
         write_stage(self._embeddings_folder(run) / EMBEDDINGS_FILE, tensors, metadata)
 
     def conditioning(self, run: Run) -> Conditioning:

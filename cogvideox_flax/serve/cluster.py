@@ -100,11 +100,11 @@ class Worker:
         from cogvideox_flax.generate.store import RunDirectory, run_dir_lock
         from cogvideox_flax.runtime.settings import in_own_settings
 
-        pipe, model, is_latents = self.pipe, self.model, suffix == ".npz"
+        pipe, is_latents = self.pipe, suffix == ".npz"
         try:
             run = pipe.resolve(GenerationRequest(**options))
-            own: Any = {"model_id": model.model_id, **model.which, "fingerprints": pipe.fingerprints()}
-            store, stages = RunDirectory(folder=folder, **own), STAGES[:-1] if is_latents else STAGES
+            store = RunDirectory(folder, self.model, pipe.fingerprints())
+            stages = STAGES[:-1] if is_latents else STAGES
             with run_dir_lock(folder, temporary=True), tempfile.TemporaryDirectory() as temporary:
                 path = Path(temporary) / f"video{suffix}"
                 events = in_own_settings(generate(pipe, run, store, stages, keep=pipe.fits_at_once()))

@@ -122,10 +122,10 @@ class Maker:
         from cogvideox_flax.runtime.settings import in_own_settings
 
         clock = _Clock()
-        (pipe, fits), model = self.pipeline(name), self.models[name]
+        pipe, fits = self.pipeline(name)
         run = pipe.resolve(GenerationRequest(**{"lora": [], **options}))
         run = run.varied(**{field: _by_id(getattr(run.request, field)) for field in MEDIA_FIELDS.values()})
-        store = RunDirectory(folder=stages, model_id=model.model_id, **model.which, fingerprints=pipe.fingerprints())
+        store = RunDirectory(stages, self.models[name], pipe.fingerprints())
         events, preview = generate(pipe, run, store, keep=fits), None
         if pipe.manifest.preview_matrix is not None:
             preview = folder / PREVIEW
@@ -213,14 +213,7 @@ def open_pipeline(model: ModelChoice, *, progress: bool) -> Pipeline:
 
     libtpu.quiet_without_tpu()
     hub.peek(model.where, **model.which, progress=progress)
-    return Pipeline.open_on_hosts(model.where, model.dtype, mesh_of(model.mesh), **model.which, progress=progress)
-
-
-def mesh_of(text: str | None) -> Any:
-    """The mesh of --mesh over the devices of this process, or of its group."""
-    from cogvideox_flax.sharding import make_mesh, parse_mesh
-
-    return None if text is None else make_mesh(*parse_mesh(text))
+    return Pipeline.open_on_hosts(model, progress=progress)
 
 
 def speed_key(model: str, run: Run) -> str:

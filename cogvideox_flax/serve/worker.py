@@ -17,7 +17,7 @@ from cogvideox_flax.generate.jobs import MAX_STARTS, JobFolder, JobRecord
 from cogvideox_flax.generate.model_choice import ModelChoice
 from cogvideox_flax.serve.events import EventLog
 from cogvideox_flax.serve.files import locate
-from cogvideox_flax.serve.maker import STAGES, Maker, Making, Progress, Stopped, mesh_of, speed_key
+from cogvideox_flax.serve.maker import STAGES, Maker, Making, Progress, Stopped, speed_key
 from cogvideox_flax.serve.matching import programs_of
 
 if typing.TYPE_CHECKING:
@@ -75,6 +75,7 @@ class ThisProcess:
 
     def check(self, name: str, model: ModelChoice, manifest: Manifest) -> None:
         from cogvideox_flax.generate.resolve import check_model
+        from cogvideox_flax.sharding import mesh_of
 
         check_model(manifest, name, model.dtype, mesh_of(model.mesh))
 

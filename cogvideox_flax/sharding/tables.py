@@ -129,6 +129,11 @@ def parse_mesh(text: str) -> MeshShape:
     return (dp, sp, tp, True) if comma else (dp, sp, tp)
 
 
+def mesh_of(text: str | None, devices: Sequence[jax.Device] | None = None) -> Mesh | None:
+    """The mesh of a text as for `parse_mesh`; None for one device."""
+    return None if text is None else make_mesh(*parse_mesh(text), devices=devices)
+
+
 def describe_mesh(mesh: MeshShape) -> str:
     """The inverse of `parse_mesh`."""
     return ",".join(map(str, mesh[:3])) + (f",{FSDP}" if mesh[3:] == (True,) else "")

@@ -30,6 +30,7 @@ from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.generate.encode import Conditioning
 from cogvideox_flax.generate.events import Finished, last_of
 from cogvideox_flax.generate.journey import make_videos
+from cogvideox_flax.generate.model_choice import ModelChoice
 from cogvideox_flax.generate.pipeline import Pipeline
 from cogvideox_flax.generate.store import Memory, run_dir_lock
 from cogvideox_flax.io.contents import read_record
@@ -84,8 +85,9 @@ def finetune(
     if target.memory is not None or job.config.remat == AUTO:
         job, _, compiled = fitting(job, loss_of, target)
     config, out, name = job.config, job.config.out, job.model.denoiser
-    which: Any = {"revision": config.revision, "variant": config.variant}
-    pipe = Pipeline.open_on_hosts(config.model, config.trainer.dtype, job.mesh, **which, progress=progress)
+    how: Any = {"variant": config.variant, "dtype": config.trainer.dtype, "mesh": config.mesh}
+    choice = ModelChoice(config.model, config.model or "embedded", config.revision, **how)
+    pipe = Pipeline.open_on_hosts(choice, progress=progress)
     with run_dir_lock(out):
         decided = {"remat": job.remat} if asked == AUTO else {}
         match_run(out / RECORD_FILE, _made_of(job, pipe) | decided, may_change=("remat",))

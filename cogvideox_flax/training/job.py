@@ -66,9 +66,7 @@ class FinetuneJob:
 
     @cached_property
     def mesh(self) -> Mesh | None:
-        if self.config.mesh is None:
-            return None
-        return sharding.make_mesh(*sharding.parse_mesh(self.config.mesh), devices=self.devices)
+        return sharding.mesh_of(self.config.mesh, self.devices)
 
     @cached_property
     def samples(self) -> Run:

@@ -15,6 +15,7 @@ from cogvideox_flax.conversion.convert import convert
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate import journey
 from cogvideox_flax.generate.events import Finished, last_of
+from cogvideox_flax.generate.model_choice import ModelChoice
 from cogvideox_flax.generate.recipe import UNREPEATABLE, deciding, read_recipe, request_values
 from cogvideox_flax.generate.request import STAGES
 from cogvideox_flax.io.video import read_video
@@ -124,7 +125,7 @@ def test_like_says_what_only_python_can_make(run, pipe, native, tmp_path, name):
 
 
 def test_a_directory_of_pythons_is_gone_on_with_there(run, pipe, tmp_path):
-    files = dataclasses.replace(files_in(pipe, tmp_path), model_id="embedded")
+    files = dataclasses.replace(files_in(pipe, tmp_path), choice=ModelChoice(None, "embedded"))
     latents_of(pipe, run_of(pipe, variants(pipe)["embeds"]), files, ["encode"])
     code, _, err = run("denoise", "--dir", tmp_path)
     assert code == 2 and "with more than the options of a run (arrays" in err and "go on with it there" in err

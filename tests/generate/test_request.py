@@ -27,6 +27,7 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate import journey, store
 from cogvideox_flax.generate.events import Denoised, Finished, LoopBegan, Step
 from cogvideox_flax.generate.media import MEDIA
+from cogvideox_flax.generate.model_choice import ModelChoice
 from cogvideox_flax.generate.request import check_option, help_of, json_type, options, recorded
 from cogvideox_flax.generate.resolve import resolve
 from cogvideox_flax.generate.store import request_json
@@ -199,8 +200,7 @@ def test_the_journey_belongs_to_the_caller(native, tmp_path, monkeypatch):
     monkeypatch.setattr(store.StateKeeper, "MIN_INTERVAL_S", 1e9)  # written when it is closed, not before
     folder = tmp_path / "run"
     folder.mkdir()
-    named = {"model_id": str(native), "revision": None}
-    files = store.RunDirectory(folder=folder, **named, fingerprints=pipe.fingerprints())
+    files = store.RunDirectory(folder, ModelChoice(str(native), str(native)), pipe.fingerprints())
     events = pipe.run(run, files)
     for event in events:
         if isinstance(event, Step) and (event.request.seed, int(event.state.step)) == (5, 2):

@@ -8,12 +8,13 @@ import numpy as np
 
 from cogvideox_flax.generate.events import Denoised, Step
 from cogvideox_flax.generate.journey import generate
+from cogvideox_flax.generate.model_choice import ModelChoice
 from cogvideox_flax.generate.store import RunDirectory
 
 
 def files_in(pipe, folder):
     """What a run of the pipeline keeps in a folder."""
-    return RunDirectory(folder=folder, model_id="the model", revision=None, fingerprints=pipe.fingerprints())
+    return RunDirectory(folder, ModelChoice(None, "the model"), pipe.fingerprints())
 
 
 def latents_of(pipe, run, store=None, stages=("encode", "denoise")):
