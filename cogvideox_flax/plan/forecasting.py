@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -68,9 +68,9 @@ METHOD = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StageForecast:
-    """One stage of a run, on each chip unless stated otherwise.
+    """One stage of a run, on each chip unless stated otherwise. What is not modelled has its default.
 
     runs: how often the program runs (the denoising step: once per step). The fields below are of one run; with a step
         cache, work, traffic and times are the mean over its full and cached steps.
@@ -87,17 +87,17 @@ class StageForecast:
     hbm_gib_per_chip: float
     argument_gib: float
     temp_gib: float
-    flops: int
-    collectives: dict[str, Traffic]
-    collective_bytes: int
+    flops: int = 0
+    collectives: dict[str, Traffic] = field(default_factory=dict)
+    collective_bytes: int = 0
     compile_s: float
-    kernels_s: float
-    outside_s: float
-    wire_s: float
-    hidden_s: float
-    estimated_s: float
-    fits: bool
-    parts: tuple[Part, ...]
+    kernels_s: float = 0.0
+    outside_s: float = 0.0
+    wire_s: float = 0.0
+    hidden_s: float = 0.0
+    estimated_s: float = 0.0
+    fits: bool = True
+    parts: tuple[Part, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -206,13 +206,8 @@ def _on_gpu(run: Run, name: str, mesh: sharding.MeshShape, stages: Sequence[str]
                     found = compile_program(program, args, gpu, run.dtype)
                     flops = count_flops(program, *args, shares=_shares(run), platform="cuda")
                 label = stage if len(programs) == 1 else f"{stage} {program.name}"
-                how: dict[str, Any] = {
-                    "shares": _shares(run),
-                    "head_dim": head_dim,
-                    "dtype": run.dtype,
-                    "usable": usable,
-                }
-                yield analyse_gpu(label, found, gpu, runs=runs, flops=flops, **how)
+                how: dict[str, Any] = {"head_dim": head_dim, "dtype": run.dtype, "usable": usable}
+                yield analyse_gpu(label, found, gpu, runs=runs, flops=flops, shares=_shares(run), **how)
 
     return each_stage()
 
@@ -241,16 +236,11 @@ def analyse_gpu(
         argument_gib=program.arguments / GIB,
         temp_gib=program.temporaries / GIB,
         flops=flops.total,
-        collectives={},
-        collective_bytes=0,
         compile_s=program.seconds,
         kernels_s=attention,
         outside_s=rest,
-        wire_s=0.0,
-        hidden_s=0.0,
         estimated_s=runs * (attention + rest),
         fits=program.peak <= usable,
-        parts=(),
     )
 
 

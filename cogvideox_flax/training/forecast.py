@@ -219,21 +219,8 @@ def _on_gpu(job: FinetuneJob, program: Compiled, flops: Flops, gpu: Gpu) -> Stag
 
 def unmodelled(gib: float, argument_gib: float, temp_gib: float, seconds: float) -> StageForecast:
     """Memory alone."""
-    times: dict[str, Any] = dict.fromkeys(("kernels_s", "outside_s", "wire_s", "hidden_s", "estimated_s"), 0.0)
-    return StageForecast(
-        name=TRAIN,
-        runs=1,
-        hbm_gib_per_chip=gib,
-        argument_gib=argument_gib,
-        temp_gib=temp_gib,
-        flops=0,
-        collectives={},
-        collective_bytes=0,
-        compile_s=seconds,
-        fits=True,
-        parts=(),
-        **times,
-    )
+    memory: Any = {"hbm_gib_per_chip": gib, "argument_gib": argument_gib, "temp_gib": temp_gib}
+    return StageForecast(name=TRAIN, runs=1, **memory, compile_s=seconds)
 
 
 def _too_large(message: str, argument_gib: float, seconds: float) -> StageForecast:
