@@ -164,18 +164,6 @@ SKIP_LAYER_SHARES = (0.01, 0.2)
 """Skip-layer guidance is for the steps between these shares of all, the ends left out: diffusers' defaults."""
 
 
-def skip_layer_steps(num_inference_steps: int, first: int) -> Bool[np.ndarray, " N"]:
-    """Which steps have skip-layer guidance.
-
-    Args:
-        num_inference_steps: all steps.
-        first: the first that is done.
-    """
-    start, stop = (int(share * num_inference_steps) for share in SKIP_LAYER_SHARES)
-    steps = np.arange(first, num_inference_steps)
-    return (start < steps) & (steps < stop)
-
-
 GUIDANCE: dict[str, type[ClassifierFree]] = {"cfg": ClassifierFree, "cfg_zero": CFGZeroStar, "apg": APG}
 """Name -> form of guidance."""
 
@@ -197,22 +185,23 @@ def _in_one_batch(first: Float[Array, "B ..."], second: Float[Array, "B ..."]) -
     return sharding.constrain(jnp.where(is_first, first, second).reshape(-1, *first.shape[1:]), "batch")
 
 
-def guided_steps(interval: Sequence[float], num_inference_steps: int, first: int) -> Bool[np.ndarray, " N"]:
-    """Which steps have guidance: those from the first to below the second share of all.
+def steps_between(
+    shares: Sequence[float], num_inference_steps: int, first: int, *, is_open: bool = False
+) -> Bool[np.ndarray, " N"]:
+    """Which steps are from the first to below the second share of all; `is_open`: above the first.
 
     Args:
-        interval: two shares, 0 to 1.
+        shares: two, 0 to 1.
         num_inference_steps: all steps.
         first: the first that is done.
     """
-    start, stop = (int(share * num_inference_steps) for share in interval)
+    start, stop = (int(share * num_inference_steps) for share in shares)
     steps = np.arange(first, num_inference_steps)
-    return (start <= steps) & (steps < stop)
+    return (start + is_open <= steps) & (steps < stop)
 
 
 def guidance_scales(
     timesteps: Sequence[int] | Num[np.ndarray, " N"],
-    num_inference_steps: int,
     guidance_scale: float,
     dynamic: bool | Literal["index"] = False,
 ) -> Float32[np.ndarray, " N"]:
@@ -224,14 +213,13 @@ def guidance_scales(
     dynamic="index": the same ramp with p = i / N for step i: a monotonic rise from 1 towards 1 + guidance_scale.
 
     Args:
-        timesteps: `StepTable.timesteps`.
-        num_inference_steps: N; for video-to-video, the number of steps that are run.
+        timesteps: `StepTable.timesteps`, of the N steps that are done, as in the reference.
         guidance_scale: the weight of the prompt; 1 is no guidance.
         dynamic: as above.
     """
     if not dynamic:
         return np.full(len(timesteps), guidance_scale, np.float32)
-    n = num_inference_steps
-    done = range(len(timesteps)) if dynamic == "index" else [n - int(t) for t in timesteps]
+    n = len(timesteps)
+    done = range(n) if dynamic == "index" else [n - int(t) for t in timesteps]
     # The math module, as in the reference: with few steps the argument is large, and its last bit changes the cosine.
     return np.array([1 + guidance_scale * ((1 - math.cos(math.pi * (d / n) ** 5.0)) / 2) for d in done], np.float32)

@@ -33,12 +33,12 @@ from cogvideox_flax.generate.denoise import (
 from cogvideox_flax.generate.encode import VIDEO_FEATURE, Conditioning, EncodeText, EncodeVisual
 from cogvideox_flax.generate.guidance import (
     GUIDANCE,
+    SKIP_LAYER_SHARES,
     Guidance,
     SkipLayer,
     Unguided,
     guidance_scales,
-    guided_steps,
-    skip_layer_steps,
+    steps_between,
 )
 from cogvideox_flax.generate.media import CLIPS, MEDIA, read_masked, read_media
 from cogvideox_flax.generate.predict import step_cache
@@ -180,7 +180,7 @@ class Run:
         interval = self.request.guidance_interval
         if interval is None or not self.guided:
             return None
-        return guided_steps(interval, self.request.num_inference_steps, self.first_step)
+        return steps_between(interval, self.request.num_inference_steps, self.first_step)
 
     @cached_property
     def predict(self) -> Predict:
@@ -327,13 +327,12 @@ class Run:
             noise_source: as for `DenoiseInputs`.
         """
         request = self.request
-        # as in the reference, dynamic guidance counts the steps that are done
-        steps, timesteps = len(self.steps), self.steps.timesteps
-        scales = guidance_scales(timesteps, steps, request.guidance_scale, request.use_dynamic_cfg)
+        timesteps = self.steps.timesteps
+        scales = guidance_scales(timesteps, request.guidance_scale, request.use_dynamic_cfg)
         inputs = DenoiseInputs(conditioning, self.steps, scales, noise_source, self.full_steps, self.guided_steps)
         if request.skip_layer is not None:
-            done = skip_layer_steps(request.num_inference_steps, self.first_step)
-            inputs = dataclasses.replace(inputs, skip_layer_steps=done)
+            those = steps_between(SKIP_LAYER_SHARES, request.num_inference_steps, self.first_step, is_open=True)
+            inputs = dataclasses.replace(inputs, skip_layer_steps=those)
         # a loop that is compiled has a row for each step, and a user-defined scheduler may count them
         if not (request.compiled_loop or conditioning is None or self.scheduler.identity is None):
             inputs = inputs.padded()

@@ -17,12 +17,12 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.guidance import (
     APG,
     GUIDANCE,
+    SKIP_LAYER_SHARES,
     CFGZeroStar,
     ClassifierFree,
     GuidanceInputs,
     SkipLayer,
-    guided_steps,
-    skip_layer_steps,
+    steps_between,
 )
 from cogvideox_flax.generate.pipeline import Pipeline
 from cogvideox_flax.generate.predict.plain import StepInfo
@@ -81,7 +81,7 @@ def test_skip_layer_is_diffusers(tmp_path):
     for step in range(50):
         guider.set_state(step, 50, torch.tensor(0))
         enabled.append(guider._is_slg_enabled())
-    assert skip_layer_steps(50, 0).tolist() == enabled
+    assert steps_between(SKIP_LAYER_SHARES, 50, 0, is_open=True).tolist() == enabled
     guider.set_state(5, 50, torch.tensor(0))
     expected = guider.forward(*(torch.from_numpy(np.array(x)) for x in (exact, without, skipped))).pred
     row = DDIMScheduler(SchedulerConfig()).plan(10).row(3)
@@ -154,7 +154,7 @@ def test_apg(given):
     ],
 )
 def test_steps_in_an_interval(interval, steps, first, active):
-    found = guided_steps(interval, steps, first)
+    found = steps_between(interval, steps, first)
     assert len(found) == steps - first
     assert np.flatnonzero(found).tolist() == list(active)
 

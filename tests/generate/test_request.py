@@ -322,7 +322,7 @@ def test_a_new_option_is_a_field_and_the_code_that_uses_it(tmp_path):
     request, run = (copied / "generate" / f"{name}.py" for name in ("request", "run"))
     for path, before, added in (
         (request, "    noise: Float", NEW_OPTION),
-        (run, "        # as in the reference, dynamic guidance counts", ITS_USE),
+        (run, "        scales = guidance_scales(", ITS_USE),
     ):
         text = path.read_text()
         assert text.count(before) == 1

@@ -225,18 +225,18 @@ def test_add_noise_takes_one_timestep_per_item_and_computes_in_float32():
 def test_dynamic_guidance_equals_released_formula(steps):
     timesteps = DDIMScheduler(SchedulerConfig()).plan(steps).timesteps
     expected = [1 + 6.0 * ((1 - math.cos(math.pi * ((steps - t) / steps) ** 5.0)) / 2) for t in timesteps.tolist()]
-    scales = guidance_scales(timesteps, steps, 6.0, dynamic=True)
+    scales = guidance_scales(timesteps, 6.0, dynamic=True)
     assert scales.dtype == np.float32
     np.testing.assert_allclose(scales, expected, rtol=1e-7)
 
 
 def test_guidance_values():
     timesteps = DDIMScheduler(SchedulerConfig()).plan(50).timesteps
-    dynamic = dict(zip(timesteps.tolist(), guidance_scales(timesteps, 50, 6.0, dynamic=True).tolist(), strict=True))
+    dynamic = dict(zip(timesteps.tolist(), guidance_scales(timesteps, 6.0, dynamic=True).tolist(), strict=True))
     for t, value in {999: 2.291, 979: 2.544, 899: 4.272, 499: 1.521, 99: 6.864, 19: 1.123}.items():
         assert dynamic[t] == pytest.approx(value, abs=5e-4)
-    np.testing.assert_array_equal(guidance_scales(timesteps, 50, 6.0), np.full(50, 6, np.float32))
-    ramp = guidance_scales(timesteps, 50, 6.0, dynamic="index")
+    np.testing.assert_array_equal(guidance_scales(timesteps, 6.0), np.full(50, 6, np.float32))
+    ramp = guidance_scales(timesteps, 6.0, dynamic="index")
     assert ramp[0] == 1
     assert (np.diff(ramp) >= 0).all()
     assert ramp[-1] == pytest.approx(1 + 6 * (1 - math.cos(math.pi * 0.98**5)) / 2)
