@@ -48,16 +48,10 @@ class OneStepScheduler(DDIMScheduler):
                 f"the noise schedule has {self.num_train_timesteps} timesteps; the {self.kind} scheduler needs more "
                 f"than {TIMESTEP}. Use another scheduler"
             )
-        here = self.alphas_cumprod[[TIMESTEP]]
-        zero = np.zeros_like(here)
-        tables = {"signal": np.sqrt(here), "sigma": np.sqrt(1 - here), "from_x0": zero + 1}
-        tables |= {"from_sample": zero, "from_previous_x0": zero, "from_noise": zero}
-        only = np.array([TIMESTEP], np.int32)
-        return StepTable(
-            timesteps=only,
-            next_timesteps=np.zeros_like(only),
-            **{name: table.astype(np.float32) for name, table in tables.items()},
-        )
+        return super().plan(1, timesteps=[TIMESTEP])
+
+    def _tables(self, here: np.ndarray, there: np.ndarray, last: np.ndarray, t: np.ndarray) -> dict[str, np.ndarray]:
+        return super()._tables(here, np.ones_like(here), last, t)  # to x0, whatever the config's last abar is
 
     def start_from(self, latents: Batch, noise: Batch, timestep: Timestep) -> Batch:
         return latents
