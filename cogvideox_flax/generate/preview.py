@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -75,22 +76,16 @@ class Preview:
         self._before: np.ndarray | None = None
         self._next = 0.0
 
-    def watch(self, events: Events[Any]) -> Events[Any]:
+    def watch(self, events: Events[None]) -> Events[None]:
         """The same events; closing this closes them."""
-        try:
-            while True:
-                try:
-                    event = next(events)
-                except StopIteration as end:
-                    return end.value
+        with closing(events):
+            for event in events:
                 if isinstance(event, LoopBegan):
                     self._before = self.latest = None
                     self._tables = event.run.steps
                 elif isinstance(event, Step):
                     self._see(event)
                 yield event
-        finally:
-            events.close()
 
     def _see(self, step: Step) -> None:
         began = time.monotonic()
