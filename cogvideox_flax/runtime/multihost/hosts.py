@@ -199,7 +199,9 @@ def joined(
         InputError: a process does not join in time, or has another version, number of processes or other options.
     """
     try:
-        _initialize(address)
+        if address is not None and address.num_processes > 1:
+            loaded()
+            enter(address, is_command=True)
         check_equal("the options", broadcast(lambda: same), same)
         yield is_first()
         if _group is not None:
@@ -209,13 +211,6 @@ def joined(
             code, message = outcome(e)
             _group.fail(code, traceback.format_exc().rstrip() if message is None else message)
         raise
-
-
-def _initialize(address: ProcessAddress | None) -> None:
-    if address is None or address.num_processes == 1:
-        return
-    loaded()
-    enter(address, is_command=True)
 
 
 def enter(address: ProcessAddress, *, is_command: bool = False) -> None:
