@@ -44,8 +44,9 @@ from cogvideox_flax.generate.media import CLIPS, MEDIA, read_masked, read_media
 from cogvideox_flax.generate.predict import step_cache
 from cogvideox_flax.generate.predict.adaptive import magcache_steps
 from cogvideox_flax.generate.predict.plain import Plain, Predict, standard_normal
-from cogvideox_flax.generate.predict.windows import Windowed, Windows, resolve_windows, window_size
+from cogvideox_flax.generate.predict.windows import Windowed, resolve_windows, window_size
 from cogvideox_flax.generate.request import STEP_CACHES, FilledRequest
+from cogvideox_flax.generate.tiles import Windows
 from cogvideox_flax.generate.whole_run import WholeRun
 from cogvideox_flax.models.model import TextInput, VideoModel, VisualInput
 from cogvideox_flax.models.sizes import Size

@@ -3,38 +3,48 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Float32, Num
 
 
-def window_starts(length: int, window: int, overlap: int) -> list[int]:
-    """Where windows of one size begin that cover 0 to `length`, evenly spread, neighbours overlapping by `overlap` or
-    more.
+@dataclass(frozen=True)
+class Windows:
+    """Windows of one size that cover an axis, evenly spread.
 
-    Args:
-        window: 1 to length.
-        overlap: 0 to window - 1.
+    length: of the axis.
+    size: of a window, 1 to length.
+    overlap: of two neighbours, at least; 0 to size - 1.
     """
-    count = 1 if window == length else -(-(length - overlap) // (window - overlap))
-    return [i * (length - window) // max(count - 1, 1) for i in range(count)]
 
+    length: int
+    size: int
+    overlap: int
 
-def window_weights(length: int, window: int, overlap: int) -> Float32[np.ndarray, "N window"]:
-    """The weight of each position of each window of `window_starts`: linear across an overlap; over all windows that
-    hold a position, the weights add up to 1. A single window's are exactly 1."""
-    starts = window_starts(length, window, overlap)
-    weights = np.ones((len(starts), window))
-    for i, (first, second) in enumerate(itertools.pairwise(starts)):
-        shared = first + window - second
-        ramp = (np.arange(shared) + 0.5) / shared
-        weights[i + 1, :shared] = np.minimum(weights[i + 1, :shared], ramp)
-        weights[i, window - shared :] = np.minimum(weights[i, window - shared :], ramp[::-1])
-    total = np.zeros(length)
-    for start, own in zip(starts, weights, strict=True):
-        total[start : start + window] += own
-    each = [own / total[start : start + window] for start, own in zip(starts, weights, strict=True)]
-    return np.stack(each).astype(np.float32)
+    @property
+    def starts(self) -> list[int]:
+        """Where each begins."""
+        last = self.length - self.size
+        count = 1 if last == 0 else -(-(self.length - self.overlap) // (self.size - self.overlap))
+        return [i * last // max(count - 1, 1) for i in range(count)]
+
+    @property
+    def weights(self) -> Float32[np.ndarray, "N size"]:
+        """Of each position of each window: linear across an overlap; over all windows that hold a position, they add up
+        to 1. A single window's are exactly 1."""
+        starts, size = self.starts, self.size
+        weights = np.ones((len(starts), size))
+        for i, (first, second) in enumerate(itertools.pairwise(starts)):
+            shared = first + size - second
+            ramp = (np.arange(shared) + 0.5) / shared
+            weights[i + 1, :shared] = np.minimum(weights[i + 1, :shared], ramp)
+            weights[i, size - shared :] = np.minimum(weights[i, size - shared :], ramp[::-1])
+        total = np.zeros(self.length)
+        for start, own in zip(starts, weights, strict=True):
+            total[start : start + size] += own
+        each = [own / total[start : start + size] for start, own in zip(starts, weights, strict=True)]
+        return np.stack(each).astype(np.float32)
 
 
 def enlarge(

@@ -10,6 +10,7 @@ seams lie in the middle of overlaps, and the last tile of a row is larger.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from cogvideox_flax.generate.request import GenerationRequest, check_option
 from cogvideox_flax.generate.resolve import check_run, resolve
 from cogvideox_flax.generate.run import ProgramCall, Run
 from cogvideox_flax.generate.store import Memory
-from cogvideox_flax.generate.tiles import enlarge, window_starts, window_weights
+from cogvideox_flax.generate.tiles import Windows, enlarge
 from cogvideox_flax.generate.upscale_options import UpscaleOptions
 from cogvideox_flax.io import limits
 from cogvideox_flax.io.arrays import from_torch
@@ -57,17 +58,13 @@ class TileLayout:
     """The tiles and windows of a clip and the run of each, known without weights.
 
     clip: its own properties.
-    padded: (frames, height, width) of the enlarged clip with its padding.
-    window: (frames, height, width) of a tile of a chunk.
-    overlaps: of windows, along the same axes.
+    axes: the windows over frames, height and width of the enlarged clip with its padding.
     run: of one window; the clip in it is a stand-in.
     """
 
     clip: VideoInfo
     scale: int
-    padded: tuple[int, int, int]
-    window: tuple[int, int, int]
-    overlaps: tuple[int, int, int]
+    axes: tuple[Windows, Windows, Windows]
     run: Run
 
     @property
@@ -76,14 +73,9 @@ class TileLayout:
         return self.clip.num_frames, self.clip.height * self.scale, self.clip.width * self.scale, 3
 
     @property
-    def starts(self) -> list[list[int]]:
-        """Where windows begin, along each axis."""
-        return [window_starts(*axis) for axis in zip(self.padded, self.window, self.overlaps, strict=True)]
-
-    @property
-    def weights(self) -> list[Float32[np.ndarray, "N window"]]:
-        """Of each window's positions, along each axis."""
-        return [window_weights(*axis) for axis in zip(self.padded, self.window, self.overlaps, strict=True)]
+    def window(self) -> tuple[int, ...]:
+        """(frames, height, width) of a tile of a chunk."""
+        return tuple(axis.size for axis in self.axes)
 
 
 def tile_layout(manifest: Manifest, clip: VideoInfo, options: UpscaleOptions, dtype: str | None = None) -> TileLayout:
@@ -107,20 +99,21 @@ def tile_layout(manifest: Manifest, clip: VideoInfo, options: UpscaleOptions, dt
     chunk = options.chunk or model.size_rule.fit_frames(min(frames, model.defaults.max_frames))
     window = min(chunk, frames), min(tile_height, height), min(tile_width, width)
     padded = clip.num_frames if window[0] < clip.num_frames else frames, height, width
-    overlaps = tuple(
-        overlap if part < whole else 0
-        for overlap, part, whole in zip((options.chunk_overlap, *[options.overlap] * 2), window, padded, strict=True)
+    overlaps = options.chunk_overlap, options.overlap, options.overlap
+    over_time, down, across = (
+        Windows(length, size, overlap if size < length else 0)
+        for length, size, overlap in zip(padded, window, overlaps, strict=True)
     )
-    if overlaps[0] >= window[0]:
+    if over_time.overlap >= over_time.size:
         raise InputError(
-            f"chunks of {window[0]} frames overlap by {overlaps[0]}; expected fewer. Use longer chunks or a smaller "
-            "overlap"
+            f"chunks of {over_time.size} frames overlap by {over_time.overlap}; expected fewer. Use longer chunks or a "
+            "smaller overlap"
         )
     stand_in = Media("a tile", "", window[1], window[2], window[0], np.empty((0, *window[1:], 3), np.float32))
     how: dict[str, Any] = dict(zip(("num_frames", "height", "width"), window, strict=True))
     how |= {"scheduler": SCHEDULER, "seed": options.seed, "tiling": options.tiling}
     run = resolve(GenerationRequest("", video=[stand_in], output_type="float", **how), manifest, dtype)
-    return TileLayout(clip, options.scale, padded, window, overlaps, run)  # type: ignore[arg-type]
+    return TileLayout(clip, options.scale, (over_time, down, across), run)
 
 
 def _check_options(options: UpscaleOptions) -> None:
@@ -248,10 +241,10 @@ def upscale_frames(
     Raises:
         InputError: a frame cannot be decoded.
     """
-    (starts, tops, lefts), (over_time, *_) = layout.starts, layout.weights
+    starts, weights = layout.axes[0].starts, layout.axes[0].weights
     count, height, width, _ = layout.shape
     pending = np.zeros((0, height, width, 3), np.float32)
-    total = len(starts) * len(tops) * len(lefts)
+    total = math.prod(len(axis.starts) for axis in layout.axes)
     with reliable_interrupts(), closing(Progress("upscaling", total, unit="tile", shown=progress)) as bar:
         for i, start in enumerate(starts):
 
@@ -265,7 +258,7 @@ def upscale_frames(
             clip = _read(source, layout, start)
             chunk = _upscale_chunk(clip, layout, run)[:, :height, :width]
             if len(starts) > 1:
-                chunk *= over_time[i][:, None, None, None]
+                chunk *= weights[i][:, None, None, None]
                 chunk[: len(pending)] += pending
             finished = (starts[i + 1] if i + 1 < len(starts) else count) - start
             yield np.stack([np.round(255 * np.clip(frame, 0, 1)).astype(np.uint8) for frame in chunk[:finished]])
@@ -276,16 +269,17 @@ def describe(layout: TileLayout, model: OpenModel, clip: Path) -> dict[str, Any]
     """What is stored with the result."""
     names = ("prompt", "negative_prompt", "seed", "scheduler")
     made_of: dict[str, Any] = {name: getattr(layout.run.request, name) for name in names}
-    made_of |= {"clip": str(clip), "scale": layout.scale, "window": layout.window, "overlaps": layout.overlaps}
+    made_of |= {"clip": str(clip), "scale": layout.scale, "window": layout.window}
+    made_of |= {"overlaps": tuple(axis.overlap for axis in layout.axes)}
     made_of |= {"dtype": model.dtype, "tiling": layout.run.request.tiling}
     return recipe(made_of, model.manifest, model.native_dir.name, model.fingerprints())
 
 
 def _read(source: VideoSource, layout: TileLayout, start: int) -> UInt8[np.ndarray, "F h w 3"]:
     """The frames of a chunk: the last one repeated, and zeros at the right and at the bottom."""
-    info, frames = layout.clip, layout.window[0]
-    stop = min(start + frames, info.num_frames)
-    clip = np.zeros((frames, *(side // layout.scale for side in layout.padded[1:]), 3), np.uint8)
+    info, (over_time, *sides) = layout.clip, layout.axes
+    stop = min(start + over_time.size, info.num_frames)
+    clip = np.zeros((over_time.size, *(side.length // layout.scale for side in sides), 3), np.uint8)
     for i, frame in source.frames(range(start, stop)):
         clip[i - start, : info.height, : info.width] = frame
     clip[stop - start :] = clip[stop - start - 1]
@@ -296,12 +290,11 @@ def _upscale_chunk(
     clip: Num[np.ndarray, "F h w 3"], layout: TileLayout, run_tile: RunTile
 ) -> Float32[np.ndarray, "F H W 3"]:
     """A padded chunk enlarged, restored tile by tile and blended; in [0, 1]."""
-    (_, tops, lefts), (_, down, across) = layout.starts, layout.weights
-    _, height, width = layout.window
-    result = np.zeros((len(clip), *layout.padded[1:], 3), np.float32)
-    for top, by_row in zip(tops, down, strict=True):
-        for left, by_column in zip(lefts, across, strict=True):
-            rows, columns = slice(top, top + height), slice(left, left + width)
+    _, down, across = layout.axes
+    result = np.zeros((len(clip), down.length, across.length, 3), np.float32)
+    for top, by_row in zip(down.starts, down.weights, strict=True):
+        for left, by_column in zip(across.starts, across.weights, strict=True):
+            rows, columns = slice(top, top + down.size), slice(left, left + across.size)
             tile = run_tile(enlarge(clip, layout.scale, rows, columns))
             result[:, rows, columns] += tile * (by_row[:, None] * by_column)[:, :, None]
     return result

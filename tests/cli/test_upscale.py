@@ -20,7 +20,7 @@ from cogvideox_flax.generate import upscale as upscaling
 from cogvideox_flax.generate.denoise import encoder_noise_key
 from cogvideox_flax.generate.predict.plain import standard_normal
 from cogvideox_flax.generate.resolve import resolve
-from cogvideox_flax.generate.tiles import enlarge, window_starts, window_weights
+from cogvideox_flax.generate.tiles import Windows, enlarge
 from cogvideox_flax.generate.upscale import tile_layout, upscale
 from cogvideox_flax.generate.upscale_options import UpscaleOptions
 from cogvideox_flax.io.source import VideoInfo
@@ -156,16 +156,17 @@ def test_every_way_of_running_gives_the_same(model, pipe, paths, tmp_path):
 # --- tiles and chunks ---
 
 
-@pytest.mark.parametrize(
-    ("length", "window", "overlap"), [(64, 64, 0), (65, 64, 32), (200, 48, 16), (193, 48, 47), (97, 32, 0), (33, 9, 8)]
-)
-def test_windows_cover_everything_and_weigh_one(length, window, overlap):
-    starts, weights = window_starts(length, window, overlap), window_weights(length, window, overlap)
-    assert starts[0] == 0 and starts[-1] == length - window and weights.min() > 0
-    assert all(0 < b - a <= window - overlap for a, b in itertools.pairwise(starts))
+WINDOWS = [(64, 64, 0), (65, 64, 32), (200, 48, 16), (193, 48, 47), (97, 32, 0), (33, 9, 8), (13, 5, 2), (23, 8, 1)]
+
+
+@pytest.mark.parametrize("windows", [Windows(*each) for each in WINDOWS], ids=str)
+def test_windows_cover_everything_and_weigh_one(windows):
+    length, size, starts, weights = windows.length, windows.size, windows.starts, windows.weights
+    assert starts[0] == 0 and starts[-1] == length - size and weights.min() > 0
+    assert all(0 < b - a <= size - windows.overlap for a, b in itertools.pairwise(starts))
     total = np.zeros(length)
     for start, own in zip(starts, weights, strict=True):
-        total[start : start + window] += own
+        total[start : start + size] += own
     np.testing.assert_allclose(total, 1, atol=1e-6)
     if len(starts) == 1:
         assert (weights == 1).all()
@@ -209,7 +210,7 @@ def test_tiles_that_are_left_alone_give_the_enlarged_clip(shape, options):
     expected = enlarge(padded, options.scale, slice(0, height), slice(0, width))
     assert found.dtype == np.uint8 and found.shape == layout.shape == expected.shape
     assert np.abs(found - expected).max() < 0.51
-    assert shapes == {(*layout.window, 3)} and len(parts) == len(layout.starts[0])
+    assert shapes == {(*layout.window, 3)} and len(parts) == len(layout.axes[0].starts)
 
 
 # --- the command ---

@@ -17,7 +17,7 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.media import IMAGES
 from cogvideox_flax.generate.predict.plain import Cache, Latents, Plain, StepInfo
 from cogvideox_flax.generate.request import GenerationRequest
-from cogvideox_flax.generate.tiles import window_starts, window_weights
+from cogvideox_flax.generate.tiles import Windows
 from cogvideox_flax.io.values import short_repr
 from cogvideox_flax.models.denoiser import Denoiser, Features
 from cogvideox_flax.models.model import VideoModel
@@ -25,46 +25,12 @@ from cogvideox_flax.models.sizes import Size
 
 
 @dataclass(frozen=True)
-class Windows:
-    """Windows of equal length over the latent frames of a clip.
-
-    frames: latent frames of the clip.
-    length: of a window.
-    overlap: latent frames that two neighbours share, at least.
-    """
-
-    frames: int
-    length: int
-    overlap: int
-
-    @property
-    def starts(self) -> list[int]:
-        """The first latent frame of each window."""
-        return window_starts(self.frames, self.length, self.overlap)
-
-    @property
-    def weights(self) -> Float32[np.ndarray, "W L"]:
-        """Of each window's frames: linear over the overlaps, with the sum 1 at each frame of the clip."""
-        return window_weights(self.frames, self.length, self.overlap)
-
-    @property
-    def noise_order(self) -> list[int]:
-        """For each latent frame of the clip, the frame of the first window whose noise it has.
-
-        A window's new frames reuse, shuffled, the noise of the frames that the window before had and it has not. So all
-        windows start from the same noise, and their contents agree. Source: FreeNoise (arXiv 2310.15169), section 3.2.
-        """
-        order, shuffle = list(range(self.length)), np.random.default_rng(0)
-        for before, start in itertools.pairwise(self.starts):
-            order += shuffle.permutation(order[before:start]).tolist()
-        return order
-
-
-@dataclass(frozen=True)
 class Windowed:
     """The weighted mean of the predictions in windows, which are made one after the other.
 
     Features with a row per latent frame, such as those of a control clip, are cut alike.
+
+    windows: over the latent frames of the clip.
     """
 
     inner: Plain
@@ -76,11 +42,11 @@ class Windowed:
         windows = self.windows
 
         def cut(x: Array, start: Int[Array, ""]) -> Array:
-            return jax.lax.dynamic_slice_in_dim(x, start, windows.length, 1)
+            return jax.lax.dynamic_slice_in_dim(x, start, windows.size, 1)
 
         def add(total: Array, window: tuple[Array, Array]) -> tuple[Array, None]:
             start, weight = window
-            own = {n: cut(x, start) if x.ndim == 5 and x.shape[1] == windows.frames else x for n, x in features.items()}
+            own = {n: cut(x, start) if x.ndim == 5 and x.shape[1] == windows.length else x for n, x in features.items()}
             prediction, _ = self.inner(denoiser, cut(latents, start), own, info, None)
             summed = cut(total, start) + weight[:, None, None, None] * prediction
             return jax.lax.dynamic_update_slice_in_dim(total, summed, start, 1), None
@@ -89,9 +55,21 @@ class Windowed:
         return jax.lax.scan(add, jnp.zeros_like(latents), each)[0], cache
 
     def noise(self, key: Array, shape: tuple[int, ...]) -> Float32[Array, "B T h w C"]:
-        """Noise of the first window, reused in the others by `Windows.noise_order`."""
-        first = self.inner.noise(key, (shape[0], self.windows.length, *shape[2:]))
-        return first[:, np.asarray(self.windows.noise_order)]
+        """Noise of the first window, reused in the others by `noise_order`."""
+        first = self.inner.noise(key, (shape[0], self.windows.size, *shape[2:]))
+        return first[:, np.asarray(self.noise_order)]
+
+    @property
+    def noise_order(self) -> list[int]:
+        """For each latent frame of the clip, the frame of the first window whose noise it has.
+
+        A window's new frames reuse, shuffled, the noise of the frames that the window before had and it has not. So all
+        windows start from the same noise, and their contents agree. Source: FreeNoise (arXiv 2310.15169), section 3.2.
+        """
+        order, shuffle = list(range(self.windows.size)), np.random.default_rng(0)
+        for before, start in itertools.pairwise(self.windows.starts):
+            order += shuffle.permutation(order[before:start]).tolist()
+        return order
 
 
 def in_windows(num_frames: int | None, window: int | None) -> bool:
