@@ -143,12 +143,17 @@ def forecast(
     Raises:
         InputError: the model or the mesh is not supported; nothing is compiled.
     """
-    if topology in GPUS:
-        return _on_gpu(run, topology, mesh, stages)
-    devices = topology_devices(topology)
-    on = sharding.make_mesh(*mesh, devices=devices)
+    gpu, on = GPUS.get(topology), None
+    if gpu is None:
+        on = sharding.make_mesh(*mesh, devices=topology_devices(topology))
+    elif mesh != (1, 1, 1):
+        raise InputError(f"a plan for {topology} is of one GPU; expected --mesh 1,1,1, or none")
     check_model(run.manifest, "the model", run.dtype, on)
     sharding.check_batch(on, run.denoiser_batch)
+    if gpu is not None:
+        usable_memory(gpu)  # a share of the memory that is none is refused at once
+        with compiling_without_gpu():  # whether the compiler is there
+            pass
 
     def each_stage() -> Iterator[StageForecast]:
         for stage in stages:
@@ -156,8 +161,11 @@ def forecast(
             # work is counted without a mesh, which pads tokens
             for each, (_, args, _) in zip(compiled, run.abstract(stage), strict=True):
                 name = stage if len(compiled) == 1 else f"{stage} {each[0].name}"
-                flops = count_flops(each[0], *args, shares=_shares(run)).total
-                yield _compile(name, each, flops, run, on, chip_of(topology))
+                if gpu is not None:
+                    yield _on_gpu(name, each, run, gpu)
+                else:
+                    flops = count_flops(each[0], *args, shares=_shares(run)).total
+                    yield _on_tpu(name, each, flops, run, on, chip_of(topology))
 
     return each_stage()
 
@@ -188,28 +196,13 @@ def best_mesh(
     raise InputError(f"no mesh of {topology} fits this run; take more chips, or fewer frames or pixels")
 
 
-def _on_gpu(run: Run, name: str, mesh: sharding.MeshShape, stages: Sequence[str]) -> Iterator[StageForecast]:
-    """The same on one GPU."""
-    if mesh != (1, 1, 1):
-        raise InputError(f"a plan for {name} is of one GPU; expected --mesh 1,1,1, or none")
-    gpu = GPUS[name]
-    check_model(run.manifest, "the model", run.dtype, None)
-    usable, head_dim = usable_memory(gpu), run.model.workload(run.size).head_dim
-    with compiling_without_gpu():  # whether the compiler is there
-        pass
-
-    def each_stage() -> Iterator[StageForecast]:
-        for stage in stages:
-            programs = run.abstract(stage)
-            for program, args, runs in programs:
-                with compiling_without_gpu():
-                    found = compile_program(program, args, gpu, run.dtype)
-                    flops = count_flops(program, *args, shares=_shares(run), platform="cuda")
-                label = stage if len(programs) == 1 else f"{stage} {program.name}"
-                how: dict[str, Any] = {"head_dim": head_dim, "dtype": run.dtype, "usable": usable}
-                yield analyse_gpu(label, found, gpu, runs=runs, flops=flops, shares=_shares(run), **how)
-
-    return each_stage()
+def _on_gpu(name: str, compiled: ProgramCall, run: Run, gpu: Gpu) -> StageForecast:
+    program, args, runs = compiled
+    with compiling_without_gpu():
+        found = compile_program(program, args, gpu, run.dtype)
+        flops = count_flops(program, *args, shares=_shares(run), platform="cuda")
+    how: Any = {"head_dim": run.model.workload(run.size).head_dim, "dtype": run.dtype, "shares": _shares(run)}
+    return analyse_gpu(name, found, gpu, runs=runs, flops=flops, **how)
 
 
 def analyse_gpu(
@@ -221,12 +214,11 @@ def analyse_gpu(
     flops: Flops,
     head_dim: int,
     dtype: str,
-    usable: int,
     shares: Shares = MappingProxyType({}),
 ) -> StageForecast:
     """The forecast of a stage from its program, compiled for one GPU.
 
-    flops: of the forms that run on a GPU. usable: bytes of its memory.
+    flops: of the forms that run on a GPU.
     """
     attention, rest = modelled_seconds(flops, moved_bytes(program.text, shares), head_dim, dtype, gpu)
     return StageForecast(
@@ -240,7 +232,7 @@ def analyse_gpu(
         kernels_s=attention,
         outside_s=rest,
         estimated_s=runs * (attention + rest),
-        fits=program.peak <= usable,
+        fits=program.peak <= usable_memory(gpu),
     )
 
 
@@ -256,7 +248,7 @@ def _shares(run: Run) -> dict[str, tuple[float, float]]:
     return {step_cache.SCOPE: (1 - full, full)}
 
 
-def _compile(name: str, compiled: ProgramCall, flops: int, run: Run, mesh: Mesh, chip: Chip) -> StageForecast:
+def _on_tpu(name: str, compiled: ProgramCall, flops: int, run: Run, mesh: Mesh | None, chip: Chip) -> StageForecast:
     program, args, runs = compiled
     start = time.perf_counter()
     options = compiler_options(run.dtype, platform="tpu", fast_compile=program.fast_compile)

@@ -213,8 +213,7 @@ def _on_gpu_elsewhere(job: FinetuneJob, loss: Loss, gpu: Any) -> StageForecast:
 
 def _on_gpu(job: FinetuneJob, program: Compiled, flops: Flops, gpu: Gpu) -> StageForecast:
     dtype, head_dim = job.config.trainer.dtype, job.model.workload(job.largest).head_dim
-    usable = usable_memory(gpu)
-    return analyse_gpu(TRAIN, program, gpu, runs=1, flops=flops, head_dim=head_dim, dtype=dtype, usable=usable)
+    return analyse_gpu(TRAIN, program, gpu, runs=1, flops=flops, head_dim=head_dim, dtype=dtype)
 
 
 def unmodelled(gib: float, argument_gib: float, temp_gib: float, seconds: float) -> StageForecast:

@@ -408,7 +408,7 @@ def test_a_count_of_prompts_beyond_all_machines(capsys, count):
 
 @pytest.mark.parametrize("mesh", [["--mesh", "1,1,1"], []])
 def test_float16_is_refused_before_compiling(mesh, capsys, monkeypatch):
-    monkeypatch.setattr("cogvideox_flax.plan.forecasting._compile", lambda *_: pytest.fail("something was compiled"))
+    monkeypatch.setattr("cogvideox_flax.plan.forecasting._on_tpu", lambda *_: pytest.fail("something was compiled"))
     command = ["plan", "--dtype", "float16", "--release", "cogvideox-2b", "--topology", "v6e:1x1", *mesh]
     assert cli.main(command) == 2
     out, err = capsys.readouterr()
