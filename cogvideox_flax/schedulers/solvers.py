@@ -30,13 +30,16 @@ Levels = Float[np.ndarray, " N"]
 
 @dataclass(frozen=True)
 class Path:
-    """N steps on the host, in float64. a, s: signal and noise level before each; a1, s1: after each; t: timesteps."""
+    """N steps on the host, in float64. a, s: signal and noise level before each; a1, s1: after each.
+
+    `rows` of each scheduler below makes the tables of `StepTable` of it that say what a step does; those that are left
+    out are zero.
+    """
 
     a: Levels
     s: Levels
     a1: Levels
     s1: Levels
-    t: Levels
 
     @property
     def h(self) -> Levels:
@@ -53,15 +56,7 @@ class Path:
         return found
 
 
-class _Solver:
-    """The coefficients of a scheduler; mixed into those of diffusion and of flows."""
-
-    def rows(self, path: Path) -> dict[str, np.ndarray]:
-        """The tables of `StepTable` that say what a step does; those that are left out are zero."""
-        raise NotImplementedError
-
-
-class _Euler(_Solver):
+class _Euler:
     kind = "euler"
 
     def rows(self, path: Path) -> dict[str, np.ndarray]:
@@ -69,7 +64,7 @@ class _Euler(_Solver):
         return {"from_sample": ratio, "from_x0": path.a1 - path.a * ratio}
 
 
-class _EulerAncestral(_Solver):
+class _EulerAncestral:
     kind = "euler_ancestral"
     needs_noise = True
     keeps_x0 = True  # for those who watch
@@ -84,7 +79,7 @@ class _EulerAncestral(_Solver):
         }
 
 
-class _DPM2M(_Solver):
+class _DPM2M:
     kind = "dpmpp_2m"
     keeps_x0 = True
 
@@ -97,7 +92,7 @@ class _DPM2M(_Solver):
         }
 
 
-class _DPM2MSDE(_Solver):
+class _DPM2MSDE:
     kind = "dpmpp_2m_sde"
     needs_noise = True
     keeps_x0 = True
@@ -112,7 +107,7 @@ class _DPM2MSDE(_Solver):
         }
 
 
-class _UniPC(_Solver):
+class _UniPC:
     """Predictor and corrector of second order (bh2). The model's x0 at a timestep corrects the sample there, from which
     the step then goes on."""
 
@@ -178,7 +173,7 @@ class _DiffusionSolver(DiffusionScheduler):
         self.alphas_cumprod = np.maximum(self.alphas_cumprod, MIN_ALPHA_CUMPROD)
 
     def _tables(self, here: np.ndarray, there: np.ndarray, last: np.ndarray, t: np.ndarray) -> dict[str, np.ndarray]:
-        path = Path(np.sqrt(here), np.sqrt(1 - here), np.sqrt(there), np.sqrt(1 - there), t)
+        path = Path(np.sqrt(here), np.sqrt(1 - here), np.sqrt(there), np.sqrt(1 - there))
         return self.rows(path)  # type: ignore[attr-defined]
 
 
@@ -202,7 +197,7 @@ class UniPCScheduler(_UniPC, _DiffusionSolver):
     """UniPC of second order, deterministic."""
 
 
-class LCMScheduler(_Solver, DiffusionScheduler):
+class LCMScheduler(DiffusionScheduler):
     """Latent consistency: x0 from each timestep, noised to the next one. For models that were distilled for it."""
 
     kind = "lcm"
@@ -231,7 +226,7 @@ class _FlowSolver(FlowMatchScheduler):
         return top / self.num_train_timesteps * np.linspace(1, 0, num_inference_steps + 1)
 
     def _rows(self, here: np.ndarray, there: np.ndarray) -> dict[str, np.ndarray]:
-        path = Path(1 - here, here, 1 - there, there, self.num_train_timesteps * here)
+        path = Path(1 - here, here, 1 - there, there)
         return self.rows(path)  # type: ignore[attr-defined]
 
 
