@@ -25,6 +25,7 @@ from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.media import MEDIA, describe_media
 from cogvideox_flax.generate.request import GenerationRequest, Stage, json_type, recorded
+from cogvideox_flax.generate.resolve import plain
 from cogvideox_flax.generate.run import Run
 from cogvideox_flax.io.contents import content_hash
 from cogvideox_flax.io.npz import read_npz
@@ -79,11 +80,6 @@ def _noise_schedule(run: Run) -> dict[str, Any] | None:
         config = scheduler.config.to_dict()
         return None if config == model.scheduler(scheduler.kind).config.to_dict() else config
     return scheduler.identity or {"class": f"{type(scheduler).__module__}.{type(scheduler).__qualname__}"}
-
-
-def plain(value: Any) -> Any:
-    """The value as JSON has it: a list for a tuple."""
-    return list(value) if isinstance(value, tuple) else value
 
 
 def _arrays(request: GenerationRequest) -> dict[str, str]:

@@ -29,14 +29,14 @@ from jaxtyping import Float, Float32
 
 from cogvideox_flax.errors import CheckpointError, InputError, NonFiniteError
 from cogvideox_flax.generate.denoise import DenoiseState
-from cogvideox_flax.generate.encode import NEGATIVE, VIDEO_FEATURE, Conditioning
+from cogvideox_flax.generate.encode import NEGATIVE, VIDEO_FEATURE, Conditioning, text_features
 from cogvideox_flax.generate.media import MEDIA, Media
 from cogvideox_flax.generate.model_choice import ModelChoice
 from cogvideox_flax.generate.predict.adaptive import FULL, AdaptiveState
 from cogvideox_flax.generate.predict.step_cache import StepCache
-from cogvideox_flax.generate.recipe import deciding, plain, request_values, unhashed
+from cogvideox_flax.generate.recipe import deciding, request_values, unhashed
 from cogvideox_flax.generate.request import GenerationRequest, check_option, json_type, recorded
-from cogvideox_flax.generate.resolve import check_prompts
+from cogvideox_flax.generate.resolve import check_prompts, plain
 from cogvideox_flax.generate.run import Run
 from cogvideox_flax.io.atomic import file_lock, remove_orphans
 from cogvideox_flax.io.contents import is_as_written, write_record
@@ -215,9 +215,7 @@ class RunDirectory:
         """
         tensors = self.read_features(run)
         latents = {stage.feature: tensors.pop(stage.feature) for stage in run.visual}
-        text = {name: x for name, x in tensors.items() if not name.startswith(NEGATIVE)}
-        negative = {name: tensors[NEGATIVE + name] for name in text} if run.guided else None
-        return Conditioning(text, negative, latents, latents.pop(VIDEO_FEATURE, None))
+        return Conditioning(**text_features(tensors), visual=latents, video=latents.pop(VIDEO_FEATURE, None))
 
     def read_features(self, run: Run) -> dict[str, Float32[np.ndarray, "B ..."]]:
         """Stage 1's features, latents as [B, T, h, w, C], by their names in the file; errors as for `conditioning`."""
