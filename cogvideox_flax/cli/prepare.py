@@ -51,7 +51,7 @@ from cogvideox_flax.io.paths import (
     item_paths,
     read_text,
 )
-from cogvideox_flax.plan import chip_of_device, choose_mesh
+from cogvideox_flax.plan import chip_of_device, suitable_layouts
 from cogvideox_flax.runtime.multihost import hosts
 from cogvideox_flax.runtime.profiling import ProfilingOptions
 from cogvideox_flax.sharding import describe_mesh, mesh_of, slice_count
@@ -169,7 +169,8 @@ def with_automatic_mesh(
         mesh = f"1,{n // parts},{parts}"
     else:
         assert run is not None
-        mesh = describe_mesh(choose_mesh(run, n, chip_of_device(devices[0]), slice_count(devices)).mesh)
+        layouts = suitable_layouts(run, n, chip_of_device(devices[0]), slice_count(devices))
+        mesh = describe_mesh(layouts[0].mesh)
         log.info("mesh %s (dp, sp, tp), as the planner says", mesh)
     return _on(choice, mesh, manifest)
 

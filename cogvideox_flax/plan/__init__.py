@@ -2,20 +2,18 @@
 
 from cogvideox_flax.plan.chips import GPUS, topology_devices
 from cogvideox_flax.plan.forecasting import Forecast, StageForecast, best_mesh, check_price, describe, forecast
-from cogvideox_flax.plan.layout import Layout, chip_of_device, choose_mesh, layouts, meshes
+from cogvideox_flax.plan.layout import chip_of_device, meshes, suitable_layouts
 
 __all__ = [
     "GPUS",
     "Forecast",
-    "Layout",
     "StageForecast",
     "best_mesh",
     "check_price",
     "chip_of_device",
-    "choose_mesh",
     "describe",
     "forecast",
-    "layouts",
     "meshes",
+    "suitable_layouts",
     "topology_devices",
 ]

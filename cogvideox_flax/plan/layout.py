@@ -80,11 +80,6 @@ def layouts(run: Run, devices: int, chip: Chip, slices: int = 1, fsdp: bool = Fa
     return sorted(found, key=lambda layout: layout.seconds)
 
 
-def choose_mesh(run: Run, devices: int, chip: Chip, slices: int = 1) -> Layout:
-    """The first of `suitable_layouts`."""
-    return suitable_layouts(run, devices, chip, slices)[0]
-
-
 def suitable_layouts(run: Run, devices: int, chip: Chip, slices: int = 1) -> list[Layout]:
     """The meshes over all devices on which the share of weights and activations fits: the fastest first, and those that
     split weights (FSDP) after all others.

@@ -21,13 +21,12 @@ from cogvideox_flax.hub import EMBEDDED
 from cogvideox_flax.models.cogvideox.model import CogVideoX
 from cogvideox_flax.models.registry import RELEASES
 from cogvideox_flax.nn.scopes import runs_in, share_of
-from cogvideox_flax.plan import best_mesh, choose_mesh, forecast, meshes
+from cogvideox_flax.plan import best_mesh, forecast, meshes, suitable_layouts
 from cogvideox_flax.plan.chips import CHIPS, topology_devices
 from cogvideox_flax.plan.collectives import Traffic, collectives, groups_of, started_by
 from cogvideox_flax.plan.flops import Flops, count_flops
 from cogvideox_flax.plan.forecasting import analyse
 from cogvideox_flax.plan.hlo import Program, sizes
-from cogvideox_flax.plan.layout import suitable_layouts
 from cogvideox_flax.plan.timing import ATTENTION_RATES, BACKWARD_RATES, parts, waits
 from cogvideox_flax.plan.wire import Links, busiest, exchange, ring
 from cogvideox_flax.sharding import MeshShape
@@ -257,7 +256,7 @@ def test_meshes_are_all_factorings():
 
 def layout_of(release, frames, height, width, devices, guidance_scale=6.0):
     options = {"num_frames": frames, "height": height, "width": width, "guidance_scale": guidance_scale}
-    return choose_mesh(run_of(Manifest.of_release(RELEASES[release]), **options), devices, CHIPS["v6e"])
+    return suitable_layouts(run_of(Manifest.of_release(RELEASES[release]), **options), devices, CHIPS["v6e"])[0]
 
 
 def test_the_mesh_of_a_run_is_chosen_without_compiling():
@@ -269,7 +268,7 @@ def test_the_mesh_of_a_run_is_chosen_without_compiling():
     assert layout_of("cogvideox-2b", 49, 480, 720, 4, guidance_scale=1).mesh == (1, 4, 1)
     with pytest.raises(InputError, match=r"needs .* GiB on each of 1 devices"):
         manifest = Manifest.of_release(RELEASES["cogvideox1.5-5b"])
-        choose_mesh(run_of(manifest), 1, CHIPS["v5e"])
+        suitable_layouts(run_of(manifest), 1, CHIPS["v5e"])
     assert layout_of("cogvideox-2b", 9, 480, 720, 7).mesh == (1, 7, 1)  # which nothing else divides over
 
 

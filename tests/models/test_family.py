@@ -26,7 +26,7 @@ from cogvideox_flax.io.video import read_video, save_video
 from cogvideox_flax.lora import add_lora, describe_lora, lora_parameters, merge_files, save_lora
 from cogvideox_flax.models import registry
 from cogvideox_flax.models.registry import FAMILIES, component_names, get_family, get_release, register
-from cogvideox_flax.plan import choose_mesh, forecast
+from cogvideox_flax.plan import forecast, suitable_layouts
 from cogvideox_flax.plan.chips import CHIPS
 from cogvideox_flax.plan.flops import count_flops
 from cogvideox_flax.training.metrics import read_metrics
@@ -335,7 +335,7 @@ def test_its_stages_are_planned(native):
         ((program, args, runs),) = run.abstract(stage)
         assert (count_flops(program, *args).total > 0) == (stage != "encode")  # which only looks words up
         assert runs == {"encode": 2, "denoise": 4}.get(stage, 1)
-    found = choose_mesh(run, 8, CHIPS["v6e"])
+    found = suitable_layouts(run, 8, CHIPS["v6e"])[0]
     assert found.mesh[2] <= 4 and found.seconds > 0
     pytest.importorskip("libtpu", reason="libtpu, the compiler for TPUs, is not installed: pip install 'jax[tpu]'")
     for stage in forecast(run, "v6e:2x4", (2, 1, 4)):
