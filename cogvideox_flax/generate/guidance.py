@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,37 +33,25 @@ class GuidanceInputs(NamedTuple):
     shift: Latents | float = 0.0
 
 
-class Guidance(Protocol):
-    """What a denoising step asks of guidance.
+@dataclass(frozen=True)
+class Unguided:
+    """The prediction with the prompt, as it is.
 
     passes: how often the denoiser sees each video.
     """
 
-    passes: ClassVar[int]
-
-    def batch(self, latents: Latents) -> Float32[Array, "P*B T h w C"]:
-        """The latents as the denoiser sees them."""
-
-    def features(self, conditioning: Conditioning) -> Features:
-        """What steers the denoiser, with rows as in `batch`."""
-
-    def __call__(self, prediction: Float32[Array, "P*B T h w C"], inputs: GuidanceInputs) -> Latents:
-        """One prediction for each video."""
-
-
-@dataclass(frozen=True)
-class Unguided:
-    """The prediction with the prompt, as it is."""
-
     passes: ClassVar[int] = 1
 
     def batch(self, latents: Latents) -> Latents:
+        """The latents as the denoiser sees them."""
         return sharding.constrain(latents, "batch")
 
     def features(self, conditioning: Conditioning) -> Features:
+        """What steers the denoiser, with rows as in `batch`."""
         return {**conditioning.text, **conditioning.visual}
 
     def __call__(self, prediction: Float32[Array, "B T h w C"], inputs: GuidanceInputs) -> Latents:
+        """One prediction for each video."""
         return prediction + inputs.shift
 
 
@@ -163,6 +151,9 @@ class SkipLayer:
 SKIP_LAYER_SHARES = (0.01, 0.2)
 """Skip-layer guidance is for the steps between these shares of all, the ends left out: diffusers' defaults."""
 
+
+Guidance = Unguided | ClassifierFree
+"""What makes one prediction of those of a denoising step."""
 
 GUIDANCE: dict[str, type[ClassifierFree]] = {"cfg": ClassifierFree, "cfg_zero": CFGZeroStar, "apg": APG}
 """Name -> form of guidance."""
