@@ -25,7 +25,7 @@ from cogvideox_flax import hub
 from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate import store
-from cogvideox_flax.generate.distilled import SETTINGS
+from cogvideox_flax.generate.distilled import SETTINGS, STEPS
 from cogvideox_flax.generate.media import MEDIA
 from cogvideox_flax.generate.model_choice import ModelChoice
 from cogvideox_flax.generate.open_model import OpenModel
@@ -60,9 +60,6 @@ log = logging.getLogger("cogvideox_flax")
 
 COMMAND_FILE = "command.json"
 """In a folder of stages whose name the command chose: what was asked for."""
-
-STEPS = {"num_inference_steps", "timesteps"}
-"""Options that decide each other."""
 
 EMBEDDED = "embedded"
 """The name under which a run remembers that it used the embedded checkpoint."""

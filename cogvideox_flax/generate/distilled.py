@@ -24,6 +24,9 @@ log = logging.getLogger(__name__)
 SETTINGS = ("scheduler", "num_inference_steps", "timesteps", "guidance_scale", "use_dynamic_cfg")
 """The fields of a request that a distillation decides."""
 
+STEPS = {"num_inference_steps", "timesteps"}
+"""Of these, each decides the other."""
+
 OFF = "off"
 
 
@@ -112,16 +115,8 @@ def _flags(found: Distillation) -> str:
 
 
 def _filled(request: GenerationRequest, found: Distillation, given: set[str]) -> GenerationRequest:
-    settings: dict[str, Any] = {
-        "scheduler": found.scheduler,
-        "num_inference_steps": found.num_inference_steps,
-        "timesteps": found.timesteps,
-        "guidance_scale": found.guidance_scale,
-        "use_dynamic_cfg": False,
-    }
-    if given & {"num_inference_steps", "timesteps"}:  # each decides the other
-        del settings["num_inference_steps"], settings["timesteps"]
-    return dataclasses.replace(request, **{name: value for name, value in settings.items() if name not in given})
+    names = {*SETTINGS} - given - (STEPS if given & STEPS else set())
+    return dataclasses.replace(request, **{name: getattr(found, name) for name in names})
 
 
 def _adapter_files(adapters: Any) -> list[str]:

@@ -197,6 +197,7 @@ class Distillation:
     timesteps: tuple[float, ...] | None = None
     num_inference_steps: int | None = None
     guidance_scale: float = 1.0
+    use_dynamic_cfg: ClassVar[bool] = False
     files: str
     basis: str
 
