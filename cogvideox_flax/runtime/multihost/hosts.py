@@ -327,17 +327,12 @@ def process_0_then_others(make: Callable[[], T], what: str, values: Callable[[T]
     Raises:
         InputError: as `make` raised it on process 0, or as for `check_equal`.
     """
-    made: list[T] = []
-
-    def first() -> dict[str, Any]:
-        made.append(make())
-        return values(made[0])
-
-    theirs = broadcast(first)
-    if not made:
-        made.append(make())
-        check_equal(what, theirs, values(made[0]))
-    return made[0]
+    first: Any = broadcast(make, values)
+    if is_first():
+        return first
+    own = make()
+    check_equal(what, first, values(own))
+    return own
 
 
 def check_equal(what: str, theirs: dict[str, Any], values: dict[str, Any]) -> None:
