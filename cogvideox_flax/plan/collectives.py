@@ -39,12 +39,13 @@ def collectives(program: Program) -> dict[str, Traffic]:
     """Kind -> traffic; kinds that do not occur are absent."""
     found: dict[str, Traffic] = defaultdict(Traffic)
     for _, op, times in program.run():
-        if (kind := kind_between_slices(op)) is not None:
-            found[f"{kind} between slices"] += traffic_between_slices(op, kind) * times
+        if (received := between_slices(op)) is not None:
+            kind, traffic = received
+            found[f"{kind} between slices"] += traffic * times
         for each in started_by(program, op):
-            kind = kind_of(each)
-            assert kind is not None
-            found[kind] += _traffic(each, kind) * times
+            name = kind_of(each)
+            assert name is not None
+            found[name] += _sent(tensor_bytes(each, name), name, len(groups_of(each.text)[0])) * times
     return dict(found)
 
 
@@ -61,18 +62,16 @@ _BETWEEN_SLICES = {
 }
 
 
-def kind_between_slices(op: Op) -> str | None:
-    """The collective between slices that an operation receives; None for other operations."""
+def between_slices(op: Op) -> tuple[str, Traffic] | None:
+    """The collective between slices that an operation receives, and its traffic of each device; None for others."""
     found = re.search(r'_xla_megascale_transfer_type="(\w+)"', op.text) if op.kind == TRANSFER else None
-    return _BETWEEN_SLICES[found[1]] if found else None
-
-
-def traffic_between_slices(op: Op, kind: str) -> Traffic:
-    """Of each device."""
+    if found is None:
+        return None
+    kind = _BETWEEN_SLICES[found[1]]
     target = re.search(r'_xla_megascale_target="\{*([\d,:]+)\}', op.text)  # "{1,2}x{0:3}": slices, devices of each
     slices = sum(_count(part) for part in target[1].split(",")) if target else 1
     received = max(sizes(op.type))
-    return _sent(received * (slices if kind == "reduce-scatter" else 1), kind, slices)
+    return kind, _sent(received * (slices if kind == "reduce-scatter" else 1), kind, slices)
 
 
 def _count(numbers: str) -> int:
@@ -132,10 +131,6 @@ def tensor_bytes(op: Op, kind: str) -> int:
         half = len([nbytes for nbytes in found if nbytes > 16]) // 2  # (operands, results, small state)
         found = found[half : 2 * half]
     return sum(found) * (len(groups_of(op.text)[0]) if kind == "reduce-scatter" else 1)
-
-
-def _traffic(op: Op, kind: str) -> Traffic:
-    return _sent(tensor_bytes(op, kind), kind, len(groups_of(op.text)[0]))
 
 
 def _sent(nbytes: int, kind: str, n: int) -> Traffic:

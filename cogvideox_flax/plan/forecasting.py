@@ -25,13 +25,7 @@ from cogvideox_flax.generate.run import ProgramCall, Run
 from cogvideox_flax.io.values import is_finite_number, short_repr
 from cogvideox_flax.models.sizes import Size
 from cogvideox_flax.plan.chips import GPUS, Chip, Gpu, chip_of, topology_devices
-from cogvideox_flax.plan.collectives import (
-    Traffic,
-    collectives,
-    kind_between_slices,
-    started_by,
-    traffic_between_slices,
-)
+from cogvideox_flax.plan.collectives import Traffic, between_slices, collectives, started_by
 from cogvideox_flax.plan.flops import Flops, Shares, count_flops
 from cogvideox_flax.plan.gpu import (
     GPU_METHOD,
@@ -284,8 +278,8 @@ def analyse(
     links = Links([chip.coords for chip in chips[: len(chips) // slices]])  # all slices are alike
 
     def link_seconds(op: Op) -> float:
-        if (kind := kind_between_slices(op)) is not None:
-            return traffic_between_slices(op, kind).wire_bytes / chip.network
+        if (received := between_slices(op)) is not None:
+            return received[1].wire_bytes / chip.network
         return sum(map(links.busiest_bytes, started_by(hlo, op))) / chip.link
 
     wire_s, hidden_s = waits(hlo, chip, link_seconds)
