@@ -83,9 +83,11 @@ def resolve(
 def _filled(request: GenerationRequest, manifest: Manifest, faults: Faults) -> FilledRequest:
     """The request with every None filled in, as far as it has no faults."""
     model = manifest.model
-    filled = _recommended(request, manifest) | {"timesteps": None}
-    with faults.caught():
-        filled |= _given_timesteps(request)
+    filled = _recommended(request, manifest)
+    if request.timesteps is not None:
+        filled["timesteps"] = list(request.timesteps)
+        if request.num_inference_steps is None:
+            filled["num_inference_steps"] = len(request.timesteps)
     filled |= _fixed_settings(request, model, faults)
     with faults.caught():
         prompt = request.prompt if request.text_features is None else check_features(request, model)
@@ -204,15 +206,6 @@ def _recommended(request: GenerationRequest, manifest: Manifest) -> dict[str, An
     """What the release's authors, and the checkpoint, recommend for fields that are None."""
     names = ("fps", "num_inference_steps", "guidance_scale", "use_dynamic_cfg", "scheduler")
     return {name: getattr(manifest.model.defaults, name) for name in names if getattr(request, name) is None}
-
-
-def _given_timesteps(request: GenerationRequest) -> dict[str, Any]:
-    """Timesteps, and how many they are; {} where none were given."""
-    steps = request.timesteps
-    if steps is None:
-        return {}
-    count = len(steps) if request.num_inference_steps is None else request.num_inference_steps
-    return {"timesteps": list(steps), "num_inference_steps": count}
 
 
 def _outside(request: FilledRequest, domain: Domain) -> list[str]:
