@@ -24,7 +24,6 @@ from typing import Any
 from benchmarks import tpu
 from benchmarks.runner import Report, make_parser
 
-TOPOLOGY = "v6e:2x4"
 TOKENS = (17776, 39826, 45106)
 """1.0 releases at 480x720x49; 1.5-5B at 720x1280x81 and at 768x1360x81."""
 
@@ -65,7 +64,7 @@ def main() -> int:
                 print(f"{tokens} tokens: the gradient takes {ms:.2f} ms, the matrix unit's least {least:.2f} ms")
             return 0
         columns = ("tokens", "q, chunk, slice", "bounded ms", "shifted ms", "matrix unit's least ms", "jax splash ms")
-        about = {"topology": TOPOLOGY, "heads": args.heads, "head_dim": args.head_dim}
+        about = {"topology": tpu.TOPOLOGY, "heads": args.heads, "head_dim": args.head_dim}
         report = Report(args.json, columns, tpu.PACKAGES, **about)
         for tokens in args.tokens:
             row = asdict(forecast(dump, shape(tokens)))
@@ -85,29 +84,10 @@ class Shape:
     heads: int
     dim: int
 
-    def arguments(self) -> tuple[list[Any], Any]:
-        """(q, k, v) as shapes on one chip, and its mesh."""
-        import jax
-        import jax.numpy as jnp
-        from jax.sharding import NamedSharding, PartitionSpec
-
-        mesh = tpu.topology_mesh(TOPOLOGY)
-        size = (1, self.tokens, self.heads, self.dim)
-        return [jax.ShapeDtypeStruct(size, jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec()))] * 3, mesh
-
-
-def _compile(dump: Path, shape: Shape, f: Any, name: str) -> tuple[list[tpu.KernelSchedule], float]:
-    """The schedules of f's kernels of this name, and the seconds that compiling took."""
-    import jax
-
-    from cogvideox_flax.runtime.compile import compiling_on
-
-    arguments, mesh = shape.arguments()
-    tpu.empty(dump)
-    start = time.perf_counter()
-    with compiling_on(mesh):
-        jax.jit(f).lower(*arguments).compile()
-    return tpu.kernel_schedules(dump, name), time.perf_counter() - start
+    @property
+    def arguments(self) -> list[tuple[int, ...]]:
+        """The shapes of q, k and v."""
+        return [(1, self.tokens, self.heads, self.dim)] * 3
 
 
 def forecast(dump: Path, shape: Shape, sizes: Any = None) -> Forecast:
@@ -118,7 +98,9 @@ def forecast(dump: Path, shape: Shape, sizes: Any = None) -> Forecast:
     from cogvideox_flax.attention.tile_sizes import choose_tile_sizes
 
     sizes = sizes or choose_tile_sizes(shape.tokens, shape.tokens, shape.dim, jnp.bfloat16)
-    schedules, seconds = _compile(dump, shape, partial(splash.attend, tile_sizes=sizes), splash.NAME)
+    schedules, seconds = tpu.compile_kernels(
+        dump, splash.NAME, partial(splash.attend, tile_sizes=sizes), *shape.arguments
+    )
     bounded = shifted = 0.0
     for schedule, (queries, width) in zip(_by_size(schedules), splash.query_parts(shape.tokens, sizes.q), strict=True):
         for_bounded, for_shifted = cycles(schedule, shape.tokens, sizes)
@@ -160,7 +142,7 @@ def stock_ms(dump: Path, shape: Shape) -> float:
     """JAX's own kernel, correctly masked."""
     from benchmarks import stock_attention as stock
 
-    schedules, _ = _compile(dump, shape, stock.attend, "splash")
+    schedules, _ = tpu.compile_kernels(dump, "splash", stock.attend, *shape.arguments)
     (schedule,) = schedules
     steps = math.ceil(shape.tokens / stock.Q_BLOCK) * math.ceil(shape.tokens / stock.KV_BLOCK)
     inner = sum(schedule.loops) * (stock.KV_BLOCK // stock.COMPUTE)
@@ -174,7 +156,8 @@ def gradient_ms(dump: Path, shape: Shape) -> float:
 
     from cogvideox_flax.attention import splash, splash_backward
 
-    schedules, _ = _compile(dump, shape, lambda *args: jax.vjp(splash.attend, *args)[1](args[0]), splash_backward.NAME)
+    gradient = lambda *args: jax.vjp(splash.attend, *args)[1](args[0])  # noqa: E731
+    schedules, _ = tpu.compile_kernels(dump, splash_backward.NAME, gradient, *shape.arguments)
     # calls are equally long; loops before the last two copy keys and values that XLA has left in fast memory
     step, (whole, half) = schedules[0].step, schedules[0].loops[-2:]
     blocks = splash_backward.Blocks.choose(shape.tokens, shape.tokens, shape.dim, jnp.bfloat16)

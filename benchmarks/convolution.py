@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import tpu
-from benchmarks.runner import Report, make_parser
+from benchmarks.runner import Report, make_parser, timed
 
-TOPOLOGY = "v6e:2x4"
 RATE = 918e12
 """Bfloat16 operations per second of a v6e chip."""
 
@@ -39,6 +38,15 @@ class Case:
     def flops(self) -> int:
         pixels = self.frames * self.rows * self.columns
         return 2 * 9 * self.taps * pixels * self.channels * self.out_channels
+
+    @property
+    def arguments(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of x, kernel and bias."""
+        return (
+            (1, self.frames + self.taps - 1, self.rows, self.columns, self.channels),
+            (self.taps, 3, 3, self.channels, self.out_channels),
+            (self.out_channels,),
+        )
 
 
 CASES = (
@@ -61,7 +69,7 @@ def main() -> int:
     start = time.perf_counter()
     columns = ("frames, rows, columns", "channels", "taps", "ms", "share of the matrix rate", "compile s")
     with tpu.dumped() as dump:
-        report = Report(args.json, (*columns, "XLA ms", "its s"), tpu.PACKAGES, topology=TOPOLOGY)
+        report = Report(args.json, (*columns, "XLA ms", "its s"), tpu.PACKAGES, topology=tpu.TOPOLOGY)
         for case in CASES:
             row = asdict(case) | kernel(dump, case) | ({} if args.without_xla else xla(case))
             size = f"{case.frames}, {case.rows}, {case.columns}", f"{case.channels} to {case.out_channels}", case.taps
@@ -70,28 +78,6 @@ def main() -> int:
             report.add(row, (*size, *ours, *other))
     print(f"\n{time.perf_counter() - start:.0f} s in all")
     return 0
-
-
-def _compiled(case: Case, f: Any) -> tuple[Any, float]:
-    """f(x, kernel, bias) for one chip, and the seconds that it took."""
-    import jax
-    import jax.numpy as jnp
-    from jax.sharding import NamedSharding, PartitionSpec
-
-    from cogvideox_flax.runtime.compile import compiling_on
-
-    mesh = tpu.topology_mesh(TOPOLOGY)
-    place = NamedSharding(mesh, PartitionSpec())
-    shapes = (
-        (1, case.frames + case.taps - 1, case.rows, case.columns, case.channels),
-        (case.taps, 3, 3, case.channels, case.out_channels),
-        (case.out_channels,),
-    )
-    args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=place) for shape in shapes]
-    start = time.perf_counter()
-    with compiling_on(mesh):
-        compiled = jax.jit(f).lower(*args).compile()
-    return compiled, time.perf_counter() - start
 
 
 def kernel(dump: Path, case: Case) -> dict[str, float]:
@@ -103,9 +89,7 @@ def kernel(dump: Path, case: Case) -> dict[str, float]:
     def convolve(x: Any, kernel: Any, bias: Any) -> Any:
         return tpu_kernel.convolve(x[:, before:], kernel, bias, None, past=x[:, :before] if before else None)
 
-    tpu.empty(dump)
-    _, seconds = _compiled(case, convolve)
-    (schedule,) = tpu.kernel_schedules(dump, tpu_kernel.NAME)
+    (schedule,), seconds = tpu.compile_kernels(dump, tpu_kernel.NAME, convolve, *case.arguments)
     channels, out_channels = (max(n, tpu_kernel.LANES) for n in (case.channels, case.out_channels))
     held = sum(tpu_kernel.frames_held(case.frames, case.taps, before > 0))
     tiles = tpu_kernel.Tiles.of(case.rows, case.columns, channels, out_channels, case.taps, 2, held)
@@ -126,7 +110,7 @@ def xla(case: Case) -> dict[str, float]:
     from cogvideox_flax.nn.conv.xla import convolve
 
     f = lambda x, kernel, bias: (convolve(x, kernel, stride=1, padding=((1, 1), (1, 1))) + bias).astype(x.dtype)  # noqa: E731
-    compiled, seconds = _compiled(case, f)
+    compiled, seconds = timed(lambda: tpu.compile_on_chip(tpu.TOPOLOGY, f, *case.arguments))
     cycles = sum(int(n) for n in re.findall(r'"estimated_cycles":"?(\d+)', compiled.as_text()))
     return {"xla_ms": 1e3 * cycles / tpu.CLOCK, "xla_compile_s": seconds}
 

@@ -10,21 +10,27 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
+from benchmarks.runner import timed
 from cogvideox_flax import sharding
 from cogvideox_flax.plan.chips import topology_devices
 from cogvideox_flax.plan.timing import Part
+from cogvideox_flax.runtime.compile import compiling_on
 from cogvideox_flax.runtime.libtpu import ENVIRONMENT
 
 PACKAGES = ("jax", "libtpu")
 """Those whose versions determine a schedule."""
 
+TOPOLOGY = "v6e:2x4"
 CLOCK = 1.75e9
 """Cycles per second of a v6e core: 918 TFLOP/s at 2 x 256 x 256 multiply-adds x 2 a cycle."""
 
@@ -53,6 +59,14 @@ def dumped() -> Iterator[Path]:
 def topology_mesh(topology: str, shape: tuple[int, int, int] | None = None) -> Any:
     """A (dp, sp, tp) mesh over the chips of a topology such as "v6e:2x4"; of one chip if no shape is given."""
     return sharding.make_mesh(*(shape or (1, 1, 1)), devices=topology_devices(topology))
+
+
+def compile_on_chip(topology: str, f: Callable[..., Any], *shapes: tuple[int, ...], dtype: Any = jnp.bfloat16) -> Any:
+    """A function of arrays of these shapes, compiled for one chip of a topology."""
+    mesh = topology_mesh(topology)
+    place = NamedSharding(mesh, PartitionSpec())
+    with compiling_on(mesh):
+        return jax.jit(f).lower(*(jax.ShapeDtypeStruct(shape, dtype, sharding=place) for shape in shapes)).compile()
 
 
 class KernelSchedule:
@@ -89,6 +103,15 @@ def kernel_schedules(dump: Path, name: str) -> list[KernelSchedule]:
     schedules = [KernelSchedule(path.read_text()) for path in found]
     empty(dump)
     return schedules
+
+
+def compile_kernels(
+    dump: Path, name: str, f: Callable[..., Any], *shapes: tuple[int, ...]
+) -> tuple[list[KernelSchedule], float]:
+    """The schedules of a function's kernels of this name on a v6e chip, and the seconds that compiling took."""
+    empty(dump)
+    _, seconds = timed(partial(compile_on_chip, TOPOLOGY, f, *shapes))
+    return kernel_schedules(dump, name), seconds
 
 
 def product_seconds(dump: Path, part: Part) -> float | None:

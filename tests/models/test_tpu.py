@@ -17,6 +17,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks import stock_attention, tpu
+from benchmarks.tpu import compile_on_chip
 from cogvideox_flax import sharding
 from cogvideox_flax.attention import SparseTiles, TileSizes, attend, attend_jointly, splash, splash_backward
 from cogvideox_flax.attention.tile_sizes import choose_tile_sizes
@@ -46,13 +47,6 @@ pytest.importorskip("libtpu", reason="libtpu, the compiler for TPUs, is not inst
 SMALL = TileSizes(q=256, kv=1024, chunk=512, slice=256)
 
 
-def compile_for(topology, f, *shapes, dtype=jnp.bfloat16):
-    mesh = tpu.topology_mesh(topology)
-    place = NamedSharding(mesh, PartitionSpec())
-    with compiling_on(mesh):
-        return jax.jit(f).lower(*(jax.ShapeDtypeStruct(s, dtype, sharding=place) for s in shapes)).compile()
-
-
 @pytest.mark.parametrize("topology", ["v6e:2x4", "v5e:2x4", "v5p:2x2x1"])
 def test_kernel_compiles(topology):
     shape = (2, 2500, 3, 64)
@@ -60,14 +54,14 @@ def test_kernel_compiles(topology):
     def f(q, k, v):
         return attend(q, k, v, kv_len=jnp.array([2500, 1234]), backend="splash", tile_sizes=SMALL)
 
-    assert "tpu_custom_call" in compile_for(topology, f, shape, shape, shape).as_text()
+    assert "tpu_custom_call" in compile_on_chip(topology, f, shape, shape, shape).as_text()
 
 
 @pytest.mark.parametrize(("dim", "dtype"), [(48, jnp.bfloat16), (128, jnp.bfloat16), (64, jnp.float32)])
 def test_kernel_compiles_for_other_heads_and_dtypes(dim, dtype):
     shape = (1, 1500, 2, dim)
     f = lambda q, k, v: attend(q, k, v, backend="splash", tile_sizes=SMALL)  # noqa: E731
-    compile_for("v6e:2x4", f, shape, shape, shape, dtype=dtype)
+    compile_on_chip("v6e:2x4", f, shape, shape, shape, dtype=dtype)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +78,7 @@ def test_the_kernel_of_the_gradient_compiles(topology, tokens, dim, dtype):
     shape = (1, tokens, 2, dim)
     kernel = partial(attend, backend="splash", tile_sizes=SMALL)
     f = jax.grad(lambda *args: kernel(*args).astype(jnp.float32).sum(), (0, 1, 2))
-    compiled = compile_for(topology, f, shape, shape, shape, dtype=dtype)
+    compiled = compile_on_chip(topology, f, shape, shape, shape, dtype=dtype)
     calls = splash_backward.Blocks.choose(tokens, tokens, dim, dtype).calls
     kernels = [op for op in compiled.as_text().splitlines() if "tpu_custom_call" in op]
     assert sum(splash_backward.NAME in op for op in kernels) == calls
@@ -97,7 +91,7 @@ def test_a_recomputed_layer_does_not_attend_again_if_attention_is_kept(remat):
     kernel = partial(attend, backend="splash", tile_sizes=SMALL)
     layer = recomputed(lambda x, scale: (kernel(scale * x, x, x), None), remat)
     f = jax.grad(lambda x, scales: jax.lax.scan(layer, x, scales)[0].astype(jnp.float32).sum())
-    text = compile_for("v6e:2x4", f, shape, scales).as_text()
+    text = compile_on_chip("v6e:2x4", f, shape, scales).as_text()
     assert text.count("tpu_custom_call") == 2 and splash_backward.NAME in text
 
 
@@ -164,19 +158,19 @@ def test_gradients_of_gathered_weights_are_summed_in_float32_and_split(topology,
 def test_automatic_choice_is_the_kernel_on_a_tpu_and_holds_no_scores():
     tokens = 2000
     shape = (1, tokens, 2, 64)
-    compiled = compile_for("v6e:2x4", attend, shape, shape, shape)
+    compiled = compile_on_chip("v6e:2x4", attend, shape, shape, shape)
     assert "tpu_custom_call" in compiled.as_text()
     padded = 4 * 2 * tokens * 128 * 2  # q, k, v and the result, lanes filled up
     assert compiled.memory_analysis().temp_size_in_bytes < 2 * padded
     short = (1, 300, 2, 64)
-    assert "tpu_custom_call" not in compile_for("v6e:2x4", attend, short, short, short).as_text()
+    assert "tpu_custom_call" not in compile_on_chip("v6e:2x4", attend, short, short, short).as_text()
 
 
 def test_float16_is_left_to_xla():
     shape = (1, 1500, 2, 64)
-    assert "tpu_custom_call" not in compile_for("v6e:2x4", attend, shape, shape, shape, dtype=jnp.float16).as_text()
+    assert "tpu_custom_call" not in compile_on_chip("v6e:2x4", attend, shape, shape, shape, dtype=jnp.float16).as_text()
     shapes = (1, 4, 11, 37, 128), (3, 3, 3, 128, 128), (128,), (1, 2, 11, 37, 128)
-    compiled = compile_for("v6e:2x4", lambda *args: conv3d(*args), *shapes, dtype=jnp.float16)
+    compiled = compile_on_chip("v6e:2x4", lambda *args: conv3d(*args), *shapes, dtype=jnp.float16)
     assert "tpu_custom_call" not in compiled.as_text()
 
 
@@ -247,13 +241,13 @@ def test_sparse_attention_compiles(topology, grid, text):
         length = jnp.full(1, 200, jnp.int32)
         return attend_jointly(q, k, v, joint, joint_len=length, tiles=(SparseTiles(selected=32), grid))
 
-    assert splash.SPARSE_NAME in compile_for(topology, f, *shapes).as_text()
+    assert splash.SPARSE_NAME in compile_on_chip(topology, f, *shapes).as_text()
 
 
 @pytest.mark.further
 def test_stock_kernel_compiles():
     shape = (1, 2500, 2, 64)
-    compile_for("v6e:2x4", stock_attention.attend, shape, shape, shape)
+    compile_on_chip("v6e:2x4", stock_attention.attend, shape, shape, shape)
 
 
 @pytest.mark.parametrize("tokens", [17776, 39826, 45106, 180_000])
@@ -320,7 +314,7 @@ def test_the_gradient_of_qk_norm_compiles(topology, widths, dtype):
 
 def kernels(topology, f, *shapes, dtype):
     """How many a compiled program has."""
-    return compile_for(topology, f, *shapes, dtype=dtype).as_text().count("tpu_custom_call")
+    return compile_on_chip(topology, f, *shapes, dtype=dtype).as_text().count("tpu_custom_call")
 
 
 def gradient(f, count):
@@ -342,7 +336,7 @@ def test_convolution_compiles(topology, channels):
     def f(x, kernel, bias, residual):
         return conv3d(x, kernel, bias, residual)
 
-    text = compile_for(topology, f, *shapes).as_text()
+    text = compile_on_chip(topology, f, *shapes).as_text()
     assert tpu_kernel.NAME in text and " convolution(" not in text
 
 
@@ -367,7 +361,7 @@ def test_a_convolution_of_whole_images_compiles_on_a_mesh(mesh, batch):
 )
 def test_wide_convolutions_fit_the_smaller_memory(dtype, out_channels):
     shapes = (1, 4, 12, 340, 512), (3, 3, 3, 512, out_channels), (out_channels,), (1, 2, 12, 340, out_channels)
-    compile_for("v5p:2x2x1", lambda *args: conv3d(*args), *shapes, dtype=dtype)
+    compile_on_chip("v5p:2x2x1", lambda *args: conv3d(*args), *shapes, dtype=dtype)
 
 
 @pytest.mark.further
