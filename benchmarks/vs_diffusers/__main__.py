@@ -170,8 +170,6 @@ def compare(case: Case, folder: Path, repeat: int) -> dict[str, Any]:
     workers = {side: Worker(side, folder, case) for side in SIDES}
     try:
         for worker in workers.values():
-            worker.load()
-        for worker in workers.values():
             worker.loaded()
         for worker in workers.values():
             worker.start()

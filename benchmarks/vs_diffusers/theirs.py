@@ -59,7 +59,8 @@ def _blocks(module: Any) -> list[Any]:
 
 
 def prepare() -> None:
-    """Settings of PyTorch: all cores, float32 that is float32, and the fastest convolutions."""
+    """Settings of PyTorch: no gradients, all cores, float32 that is float32, and the fastest convolutions."""
+    torch.set_grad_enabled(False)
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     torch.backends.cudnn.allow_tf32 = False  # nor do we multiply float32 in less
     torch.backends.cudnn.benchmark = True  # as XLA does, it looks for the fastest convolutions
@@ -100,7 +101,7 @@ def _video(case: Case, load: Callable[[str], Any]) -> Callable[[], np.ndarray]:
             output_type="np",
         ).frames
 
-    return _without_gradients(video)
+    return video
 
 
 def part(case: Case, module: Any) -> Callable[[], Any]:
@@ -108,22 +109,21 @@ def part(case: Case, module: Any) -> Callable[[], Any]:
     given = {name: _put(x, case) for name, x in inputs(case).items()}
     if case.part == "attention":
         q, k, v = (x.transpose(1, 2) for x in given.values())
-        return _without_gradients(lambda: F.scaled_dot_product_attention(q, k, v).transpose(1, 2))
+        return lambda: F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
     if case.part == "convolution":
         x, kernel = given["x"].permute(0, 4, 1, 2, 3).contiguous(), given["kernel"].permute(4, 3, 0, 1, 2).contiguous()
-        conv = lambda: F.conv3d(x, kernel, given["bias"], padding=(0, 1, 1))  # noqa: E731
-        return _without_gradients(lambda: conv().permute(0, 2, 3, 4, 1))
+        return lambda: F.conv3d(x, kernel, given["bias"], padding=(0, 1, 1)).permute(0, 2, 3, 4, 1)
     if case.part == "text_encoder":
-        return _without_gradients(lambda: module(given["ids"])[0])
+        return lambda: module(given["ids"])[0]
     if case.part == "encode":
         video = given["video"].permute(0, 4, 1, 2, 3).contiguous()
-        return _without_gradients(lambda: module.encode(video).latent_dist.mean.permute(0, 2, 3, 4, 1))
+        return lambda: module.encode(video).latent_dist.mean.permute(0, 2, 3, 4, 1)
     if case.part == "decode":
         z = given["latents"].permute(0, 4, 1, 2, 3).contiguous()
-        return _without_gradients(lambda: module.decode(z).sample.permute(0, 2, 3, 4, 1))
+        return lambda: module.decode(z).sample.permute(0, 2, 3, 4, 1)
     both = given["latents"].permute(0, 1, 4, 2, 3).contiguous().repeat(2, 1, 1, 1, 1)
     if case.is_hunyuan:
-        return _without_gradients(_step_of_hunyuan(module, both.transpose(1, 2).contiguous(), given, case))
+        return _step_of_hunyuan(module, both.transpose(1, 2).contiguous(), given, case)
     shape = type("Config", (), {"transformer": module, "vae_scale_factor_spatial": 8})()
     rotary = CogVideoXPipeline._prepare_rotary_positional_embeddings(
         shape, case.height, case.width, case.denoised_frames, torch.device(_device(case))
@@ -134,7 +134,7 @@ def part(case: Case, module: Any) -> Callable[[], Any]:
         out = module(both, given["context"], t, image_rotary_emb=rotary, return_dict=False)[0]
         return out.permute(0, 1, 3, 4, 2)
 
-    return _without_gradients(step)
+    return step
 
 
 def _step_of_hunyuan(module: Any, both: Any, given: dict[str, Any], case: Case) -> Callable[[], Any]:
@@ -151,14 +151,6 @@ def _step_of_hunyuan(module: Any, both: Any, given: dict[str, Any], case: Case) 
     return lambda: module(both, t, image_embeds=image, return_dict=False, **prompt)[0].permute(0, 2, 3, 4, 1)
 
 
-def _without_gradients(f: Any) -> Any:
-    def call() -> Any:
-        with torch.no_grad():
-            return f()
-
-    return call
-
-
 def product(n: int, case: Case) -> Callable[[], object]:
     """One product of two n x n matrices of the case's dtype."""
     x = torch.randn(n, n).to(_device(case), getattr(torch, case.dtype))
@@ -168,7 +160,7 @@ def product(n: int, case: Case) -> Callable[[], object]:
         if case.device == "gpu":
             torch.cuda.synchronize()
 
-    return _without_gradients(multiply)
+    return multiply
 
 
 def gpu_peak_gib() -> float:

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -40,13 +39,13 @@ class Stopped(Exception):
 
 
 class Worker:
-    """One side, as a process that runs once per line it is sent."""
+    """One side, as a process that loads its part, and then answers each line that it is sent."""
 
     def __init__(self, side: str, folder: Path, case: Case):
         env = dict(os.environ, TOKENIZERS_PARALLELISM="false", XLA_PYTHON_CLIENT_PREALLOCATE="false")
         env.setdefault("JAX_PLATFORMS", "cpu" if case.device == "cpu" else "cuda")
         self.first, self.side = 0.0, side
-        self._late, self._state = False, "new"
+        self._late = self._loaded = False
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.vs_diffusers.worker", side, str(folder), json.dumps(asdict(case))],
             stdin=subprocess.PIPE,
@@ -56,13 +55,10 @@ class Worker:
         )
 
     def _ask(self, word: str) -> str:
-        self._say(word)
-        return self._answer(word)
-
-    def _say(self, word: str) -> None:
         assert self._process.stdin
         with suppress(BrokenPipeError):  # the answer will be missing
             print(word, file=self._process.stdin, flush=True)
+        return self._answer(word)
 
     def _answer(self, word: str) -> str:
         assert self._process.stdout
@@ -83,18 +79,11 @@ class Worker:
         self._late = True
         self._process.kill()
 
-    def load(self) -> None:
-        """Begin to load; `loaded` waits for it."""
-        self._say("load")
-        self._state = "loading"
-
     def loaded(self) -> None:
-        """Wait until it is loaded."""
-        if self._state == "new":
-            self.load()
-        if self._state == "loading":
+        """Wait until it is loaded, which it says without being asked."""
+        if not self._loaded:
             self._answer("load")
-            self._state = "loaded"
+            self._loaded = True
 
     def start(self) -> None:
         """Run once: seconds to the first result, loading not included."""
@@ -124,13 +113,11 @@ class Worker:
 def work(side: str, folder: Path, case: Case) -> None:
     """The loop of a worker; what it prints is for its parent."""
     module = importlib.import_module(f"benchmarks.vs_diffusers.{'ours' if side == 'ours' else 'theirs'}")
-    call: Any = None
+    call = module.build(case, folder)
+    print("loaded", flush=True)
     for request in sys.stdin:
         word = request.strip()
-        if word == "load":
-            call = module.build(case, folder)
-            print("loaded", flush=True)
-        elif word == "peak":
+        if word == "peak":
             print(_peak_gib() if case.device == "cpu" else module.gpu_peak_gib(), flush=True)
         elif word == "rate":
             n = 8192 if case.device == "gpu" else 2048

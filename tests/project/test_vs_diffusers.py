@@ -79,9 +79,6 @@ class Side:
     def __init__(self, side, folder, case):
         self.side, self.first = side, 0.0
 
-    def load(self):
-        pass
-
     def loaded(self):
         pass
 
