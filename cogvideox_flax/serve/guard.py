@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import hmac
 import ipaddress
-import json
 import secrets
 import socket
 import time
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
 
 COOKIE = "cogvideox_session"
 
@@ -71,45 +74,42 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        request = Request(scope)
 
         async def guarded_send(message: Any) -> None:
             if message["type"] == "http.response.start":
-                names = {name for name, _ in message["headers"]}
-                more = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
-                message["headers"] = [*message["headers"], *(each for each in more if each[0] not in names)]
+                headers = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    headers.setdefault(name, value)
             await send(message)
 
-        refused = self._refused(scope, headers)
-        if refused is None and scope["path"] == "/login" and scope["method"] == "POST":
+        answer = self._refused(request)
+        if answer is None and scope["path"] == "/login" and request.method == "POST":
             try:
-                refused = await self._login(scope, self._limited(headers, receive, 4096))
+                answer = await self._login(Request(scope, _limited(request.headers, receive, 4096)))
             except BodyError as e:
-                refused = e.status, e.code, str(e), {"connection": "close"}
-        if refused is not None:
-            await _answer(guarded_send, *refused)
-        else:
-            await self.app(scope, self._limited(headers, receive, self._most(headers)), guarded_send)
+                answer = _error(e.status, e.code, str(e), {"connection": "close"})
+        is_form = request.headers.get("content-type", "").startswith("multipart/")
+        receive = _limited(request.headers, receive, self.max_bytes if is_form else MAX_JSON_BYTES)
+        await (answer or self.app)(scope, receive, guarded_send)
 
-    def _most(self, headers: dict[str, str]) -> int:
-        """The bytes that a body may have."""
-        return self.max_bytes if headers.get("content-type", "").startswith("multipart/") else MAX_JSON_BYTES
-
-    def _refused(self, scope: Any, headers: dict[str, str]) -> tuple[int, str, str, dict[str, str]] | None:
-        """Why a request is refused: status, code, message, headers; None: it is not."""
+    def _refused(self, request: Request) -> Response | None:
+        """The answer to a request that is refused; None: it is not."""
+        headers = request.headers
         host = headers.get("host", "")
         if not self._is_own(host):
-            return 403, "wrong_host", f"this server is not {host[:100]!r}; use the address that it printed", {}
-        origin = None if scope["method"] in ("GET", "HEAD") else headers.get("origin")
+            return _error(403, "wrong_host", f"this server is not {host[:100]!r}; use the address that it printed")
+        origin = None if request.method in ("GET", "HEAD") else headers.get("origin")
         if origin is not None and origin.lower().partition("://")[2] != host.lower():
-            return 403, "wrong_origin", f"a page of {origin[:100]!r} may not change anything here", {}
-        if self.password is None or scope["path"] in OPEN_PATHS or self._has_session(headers):
+            return _error(403, "wrong_origin", f"a page of {origin[:100]!r} may not change anything here")
+        is_open = self.password is None or request.scope["path"] in OPEN_PATHS
+        if is_open or request.cookies.get(COOKIE) in self._sessions:
             return None
         kind, _, given = headers.get("authorization", "").partition(" ")
         if kind.lower() != "bearer":
             words = "a password is needed: the header Authorization: Bearer PASSWORD, or the page's form"
-            return 401, "unauthorized", words, {"www-authenticate": "Bearer"}
-        return self._checked(scope, given.strip().encode("latin-1"))  # the bytes as they were sent
+            return _error(401, "unauthorized", words, {"www-authenticate": "Bearer"})
+        return self._checked(request, given.strip().encode("latin-1"))  # the bytes as they were sent
 
     def _is_own(self, host: str) -> bool:
         """Whether a Host header is an address, which no foreign name is resolved to, or a name of this server."""
@@ -123,16 +123,12 @@ class Guard:
             return name in self.hosts
         return True
 
-    def _has_session(self, headers: dict[str, str]) -> bool:
-        pairs = [pair.strip().partition("=") for pair in headers.get("cookie", "").split(";")]
-        return any(name == COOKIE and value in self._sessions for name, _, value in pairs)
-
-    def _checked(self, scope: Any, given: bytes) -> tuple[int, str, str, dict[str, str]] | None:
+    def _checked(self, request: Request, given: bytes) -> Response | None:
         """Compare a password; after `FREE_TRIES` wrong ones, an address has one try a second."""
-        address = (scope.get("client") or ("", 0))[0]
+        address = request.client.host if request.client else ""
         count, last = self._wrong.get(address, (0, 0.0))
         if count >= FREE_TRIES and (wait := last + TRY_INTERVAL_S - time.monotonic()) > 0:
-            return 429, "too_many_tries", f"wrong passwords; try again in {wait:.1f} s", {"retry-after": "1"}
+            return _error(429, "too_many_tries", f"wrong passwords; try again in {wait:.1f} s", {"retry-after": "1"})
         assert self.password is not None
         if hmac.compare_digest(given, self.password.encode()):
             self._wrong.pop(address, None)
@@ -141,63 +137,55 @@ class Guard:
         self._wrong.move_to_end(address)
         if len(self._wrong) > MAX_ADDRESSES:
             self._wrong.popitem(last=False)
-        return 401, "unauthorized", "the password is wrong", {"www-authenticate": "Bearer"}
+        return _error(401, "unauthorized", "the password is wrong", {"www-authenticate": "Bearer"})
 
-    async def _login(self, scope: Any, receive: Any) -> tuple[int, str, str, dict[str, str]]:
+    async def _login(self, request: Request) -> Response:
         """Answer the page's form: {"password": TEXT} for a cookie."""
-        body = b""
-        while True:
-            message = await receive()
-            body += message.get("body", b"")
-            if not message.get("more_body"):
-                break
         try:
-            given = json.loads(body)["password"]
-        except (ValueError, TypeError, KeyError, RecursionError):
+            given = (await request.json())["password"]
+        except (ValueError, TypeError, KeyError, RecursionError, ClientDisconnect):
             given = None
         if not isinstance(given, str):
-            return 422, "invalid_value", 'expected {"password": TEXT}', {}
-        if self.password is not None and (refused := self._checked(scope, given.encode(errors="replace"))) is not None:
+            return _error(422, "invalid_value", 'expected {"password": TEXT}')
+        refused = None if self.password is None else self._checked(request, given.encode(errors="replace"))
+        if refused is not None:
             return refused
         self._sessions[session := secrets.token_hex(32)] = None
         if len(self._sessions) > MAX_SESSIONS:
             self._sessions.popitem(last=False)
-        secure = "; Secure" if scope.get("scheme") == "https" else ""
-        return 200, "", "", {"set-cookie": f"{COOKIE}={session}; HttpOnly; SameSite=Strict; Path=/{secure}"}
-
-    def _limited(self, headers: dict[str, str], receive: Any, most: int) -> Any:
-        """`receive`, which fails where a body is too large or does not arrive."""
-        seen = 0
-        too_large = BodyError(413, "too_large", f"the body is larger than {most} bytes")
-
-        async def limited() -> Any:
-            nonlocal seen
-            length = headers.get("content-length", "0")
-            if not length.isascii() or not length.isdigit() or int(length) > most:
-                raise too_large
-            if seen < 0:
-                return await receive()
-            try:
-                message = await asyncio.wait_for(receive(), RECEIVE_TIMEOUT_S)
-            except TimeoutError as e:
-                raise BodyError(408, "too_slow", f"no bytes arrived for {RECEIVE_TIMEOUT_S:g} s") from e
-            seen += len(message.get("body", b""))
-            if seen > most:
-                raise too_large
-            if message["type"] != "http.request" or not message.get("more_body"):
-                seen = -1  # the body is whole: what comes is the client's leaving
-            return message
-
-        return limited
+        secure = "; Secure" if request.scope.get("scheme") == "https" else ""
+        cookie = f"{COOKIE}={session}; HttpOnly; SameSite=Strict; Path=/{secure}"
+        return JSONResponse({}, headers={"set-cookie": cookie})
 
 
-async def _answer(send: Any, status: int, code: str, message: str, headers: dict[str, str]) -> None:
-    value = error_json(message, code) if status >= 400 else {}
-    body = json.dumps(value).encode()
-    headers = {"content-type": "application/json", "content-length": str(len(body)), **headers}
-    pairs = [(name.encode(), text.encode("latin-1")) for name, text in headers.items()]
-    await send({"type": "http.response.start", "status": status, "headers": pairs})
-    await send({"type": "http.response.body", "body": body})
+def _limited(headers: Headers, receive: Any, most: int) -> Any:
+    """`receive`, which fails where a body is too large or does not arrive."""
+    seen = 0
+    too_large = BodyError(413, "too_large", f"the body is larger than {most} bytes")
+
+    async def limited() -> Any:
+        nonlocal seen
+        length = headers.get("content-length", "0")
+        if not length.isascii() or not length.isdigit() or int(length) > most:
+            raise too_large
+        if seen < 0:
+            return await receive()
+        try:
+            message = await asyncio.wait_for(receive(), RECEIVE_TIMEOUT_S)
+        except TimeoutError as e:
+            raise BodyError(408, "too_slow", f"no bytes arrived for {RECEIVE_TIMEOUT_S:g} s") from e
+        seen += len(message.get("body", b""))
+        if seen > most:
+            raise too_large
+        if message["type"] != "http.request" or not message.get("more_body"):
+            seen = -1  # the body is whole: what comes is the client's leaving
+        return message
+
+    return limited
+
+
+def _error(status: int, code: str, message: str, headers: Mapping[str, str] | None = None) -> Response:
+    return JSONResponse(error_json(message, code), status, headers)
 
 
 def error_json(message: str, code: str, param: str | None = None, **more: Any) -> dict[str, Any]:
