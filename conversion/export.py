@@ -83,16 +83,13 @@ def _write_component(source: Path, manifest: Manifest, component: str, folder: P
     with TensorFile(weights_file(source, component)) as file:
         shapes = {name: (move.shape, file.tensors[move.target].dtype) for name, move in moves.items()}
         total = sum(info.nbytes for info in file.tensors.values())
-        writer = TensorWriter(path, shapes, {"format": "pt"})
-        try:
+        with TensorWriter(path, shapes, {"format": "pt"}) as writer:
             for name, move in moves.items():
                 value = np.ascontiguousarray(move.back(file.read(move.target, move.slot)))
                 writer.write(name, value)
                 sums[name, None] = zlib.crc32(value.reshape(-1).view(np.uint8).data)
                 done += value.nbytes
                 progress(component, done, total)
-        finally:
-            writer.close()
     verify(path, sums)
 
 

@@ -61,21 +61,22 @@ def write_tensors(
         raise InputError(f"cannot write {path}: {e.strerror}") from e
     total = sum(source.info(name).nbytes for name in todo.moves)
     sums, done = {}, 0
-    try:
-        for name, move in sorted(todo.moves.items(), key=lambda item: source.file_order(item[0])):
-            value = source.read(name)
-            kind = targets[move.target][1]
-            if kind != value.dtype:
-                value = _cast(name, value, kind)
-            value = np.ascontiguousarray(move.transform(value))
-            writer.write(move.target, value, move.slot)
-            sums[move.target, move.slot] = zlib.crc32(value.reshape(-1).view(np.uint8).data)
-            done += source.info(name).nbytes
-            progress(component, done, total)
-    except OSError as e:
-        raise InputError(f"writing {path} failed: {e.strerror}; free some space and run the same command again") from e
-    finally:
-        writer.close()
+    with writer:
+        try:
+            for name, move in sorted(todo.moves.items(), key=lambda item: source.file_order(item[0])):
+                value = source.read(name)
+                kind = targets[move.target][1]
+                if kind != value.dtype:
+                    value = _cast(name, value, kind)
+                value = np.ascontiguousarray(move.transform(value))
+                writer.write(move.target, value, move.slot)
+                sums[move.target, move.slot] = zlib.crc32(value.reshape(-1).view(np.uint8).data)
+                done += source.info(name).nbytes
+                progress(component, done, total)
+        except OSError as e:
+            raise InputError(
+                f"writing {path} failed: {e.strerror}; free some space and run the same command again"
+            ) from e
     return sums
 
 

@@ -95,9 +95,7 @@ def _write(path: Path, component: str, module: nnx.Module, dtype: np.dtype) -> N
     arrays = parameters(module)
     unchanged = keep_dtype(arrays)
     kinds = {name: np.dtype(x.dtype) if name in unchanged else dtype for name, x in arrays.items()}
-    writer = TensorWriter(path, {name: (x.shape, kinds[name]) for name, x in arrays.items()}, {"component": component})
-    try:
+    shapes = {name: (x.shape, kinds[name]) for name, x in arrays.items()}
+    with TensorWriter(path, shapes, {"component": component}) as writer:
         for name, x in arrays.items():
             writer.write(name, np.asarray(x).astype(kinds[name]))
-    finally:
-        writer.close()

@@ -247,49 +247,47 @@ class TensorWriter:
     """Writes a safetensors file whose tensors arrive in any order and in slices of their leading axis.
 
     tensors: name -> (shape, dtype). The file is allocated at once, so a full disk is an error before work is done.
-    Tensors of odd sizes come last, so that all others are aligned for `TensorFile.mapped`.
+    Tensors of odd sizes come last, so that all others are aligned for `TensorFile.mapped`. A context manager: leaving
+    it flushes to disk, and the file is complete.
     """
 
     def __init__(
         self, path: Path, tensors: Mapping[str, tuple[tuple[int, ...], np.dtype]], metadata: Mapping[str, str]
     ):
         header: dict[str, object] = {"__metadata__": dict(metadata)}
-        tensors = dict(sorted(tensors.items(), key=lambda item: _nbytes(*item[1]) % _ALIGN != 0))
-        end = 0
-        for name, (shape, dtype) in tensors.items():
-            nbytes = _nbytes(shape, dtype)
-            header[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [end, end + nbytes]}
-            end += nbytes
+        self._places, end = dict[str, tuple[int, np.dtype]](), 0
+        for name, (shape, dtype) in sorted(tensors.items(), key=lambda item: _nbytes(*item[1]) % _ALIGN != 0):
+            self._places[name], begin = (end, dtype), end
+            end += _nbytes(shape, dtype)
+            header[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-(8 + len(text)) % _ALIGN)
-        start, end = 8 + len(text), 0
-        self._infos = {}
-        for name, (shape, dtype) in tensors.items():
-            self._infos[name] = TensorInfo(shape, dtype, start + end)
-            end += self._infos[name].nbytes
+        self._start = 8 + len(text)
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
             self._write(struct.pack("<Q", len(text)) + text, 0)
             if hasattr(os, "posix_fallocate"):  # not on macOS
-                os.posix_fallocate(self._fd, 0, start + end)
+                os.posix_fallocate(self._fd, 0, self._start + end)
             else:
-                os.ftruncate(self._fd, start + end)
+                os.ftruncate(self._fd, self._start + end)
         except BaseException:
             os.close(self._fd)
             raise
 
     def write(self, name: str, value: np.ndarray, slot: int | None = None) -> None:
         """Fill one tensor, or one row of its leading axis. The caller has checked the shape."""
-        info = self._infos[name]
-        offset = info.offset + (slot or 0) * value.nbytes
-        self._write(np.ascontiguousarray(value, info.dtype).reshape(-1).view(np.uint8).data, offset)
+        begin, dtype = self._places[name]
+        offset = self._start + begin + (slot or 0) * value.nbytes
+        self._write(np.ascontiguousarray(value, dtype).reshape(-1).view(np.uint8).data, offset)
 
     def _write(self, data: bytes | memoryview, offset: int) -> None:
         view, done = memoryview(data), 0
         while done < len(view):
             done += os.pwrite(self._fd, view[done : done + (1 << 30)], offset + done)
 
-    def close(self) -> None:
-        """Flush to disk; after this the file is complete."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         os.fsync(self._fd)
         os.close(self._fd)

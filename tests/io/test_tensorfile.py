@@ -22,10 +22,9 @@ ARRAYS = {
 
 @pytest.fixture
 def path(tmp_path):
-    writer = TensorWriter(tmp_path / "x.safetensors", {k: (x.shape, x.dtype) for k, x in ARRAYS.items()}, {})
-    for name, x in ARRAYS.items():
-        writer.write(name, x)
-    writer.close()
+    with TensorWriter(tmp_path / "x.safetensors", {k: (x.shape, x.dtype) for k, x in ARRAYS.items()}, {}) as writer:
+        for name, x in ARRAYS.items():
+            writer.write(name, x)
     return tmp_path / "x.safetensors"
 
 

@@ -207,16 +207,15 @@ def write_module(folder: Path, module: Any, dtype: str, seed: int = 0) -> int:
     for i, names in enumerate(shards):
         suffix = "" if len(shards) == 1 else f"-{i + 1:05d}-of-{len(shards):05d}"
         path = folder / f"{stem}{suffix}.safetensors"
-        writer = TensorWriter(path, {name: (shapes[name], kind) for name in names}, {"format": "pt"})
-        for name in names:
-            x = random_weight(random, name, shapes[name])
-            if name.endswith("SelfAttention.q.weight"):
-                # T5 does not divide scores by the root of the head size: without this, attention chooses single tokens,
-                # and what bfloat16 rounds grows with every layer
-                x *= np.float32(module.config.d_kv**-0.5)
-            writer.write(name, x.astype(kind))
-            where[name] = path.name
-        writer.close()
+        with TensorWriter(path, {name: (shapes[name], kind) for name in names}, {"format": "pt"}) as writer:
+            for name in names:
+                x = random_weight(random, name, shapes[name])
+                if name.endswith("SelfAttention.q.weight"):
+                    # T5 does not divide scores by the root of the head size: without this, attention chooses single
+                    # tokens, and what bfloat16 rounds grows with every layer
+                    x *= np.float32(module.config.d_kv**-0.5)
+                writer.write(name, x.astype(kind))
+                where[name] = path.name
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(path.stat().st_size for path in folder.iterdir())}, "weight_map": where}
         (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index))
