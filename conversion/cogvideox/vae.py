@@ -12,34 +12,23 @@ def vae_table(config: VAEConfig) -> Table:
     """The mapping table for one architecture. A block's first ResNet is not stacked if it changes the width."""
     return (
         *convolution(r"(en|de)coder\.conv_(in|out)\.conv", r"\1coder.conv_\2"),
-        *_down_blocks(config),
+        *_blocks("encoder", "down", config.block_channels, config.layers_per_block),
         *_resnet(r"encoder\.mid_block\.resnets\.(?P<slot>\d+)", "encoder.mid"),
         *norm(r"encoder\.norm_out", "encoder.norm_out"),
         *_resnet(r"decoder\.mid_block\.resnets\.(?P<slot>\d+)", "decoder.mid", modulated=True),
-        *_up_blocks(config),
+        *_blocks("decoder", "up", config.block_channels[::-1], config.layers_per_block + 1, modulated=True),
         *_modulated_norm(r"decoder\.norm_out", "decoder.norm_out"),
     )
 
 
-def _down_blocks(config: VAEConfig) -> Table:
-    rows: Table = convolution(r"encoder\.down_blocks\.(\d+)\.downsamplers\.0\.conv", r"encoder.blocks.\1.down")
-    for i, changes in enumerate(_changes(config.block_channels)):
-        source, target = rf"encoder\.down_blocks\.{i}\.resnets", f"encoder.blocks.{i}"
-        rows += _resnets(source, target, config.layers_per_block, changes, modulated=False)
+def _blocks(coder: str, direction: str, widths: tuple[int, ...], layers: int, *, modulated: bool = False) -> Table:
+    """The blocks of an encoder or decoder. widths: channels of each block."""
+    blocks = rf"{coder}\.{direction}_blocks"
+    rows: Table = convolution(rf"{blocks}\.(\d+)\.{direction}samplers\.0\.conv", rf"{coder}.blocks.\1.{direction}")
+    changes = [False] + [a != b for a, b in itertools.pairwise(widths)]
+    for i, changes_width in enumerate(changes):
+        rows += _resnets(rf"{blocks}\.{i}\.resnets", f"{coder}.blocks.{i}", layers, changes_width, modulated=modulated)
     return rows
-
-
-def _up_blocks(config: VAEConfig) -> Table:
-    rows: Table = convolution(r"decoder\.up_blocks\.(\d+)\.upsamplers\.0\.conv", r"decoder.blocks.\1.up")
-    for i, changes in enumerate(_changes(config.block_channels[::-1])):
-        source, target = rf"decoder\.up_blocks\.{i}\.resnets", f"decoder.blocks.{i}"
-        rows += _resnets(source, target, config.layers_per_block + 1, changes, modulated=True)
-    return rows
-
-
-def _changes(widths: tuple[int, ...]) -> list[bool]:
-    """Per block, whether its first ResNet changes the number of channels."""
-    return [False] + [a != b for a, b in itertools.pairwise(widths)]
 
 
 def _resnets(source: str, target: str, n: int, changes: bool, *, modulated: bool) -> Table:
