@@ -111,13 +111,10 @@ def load_adapters(
         pairs = list(read_adapter(family, config, file).pairs.values())
         for target in targets:
             place = family.lora.targets[target]
-            layers = sorted(
-                (pair for pair in pairs if pair.move.target == f"{place}.kernel"), key=lambda pair: pair.move.slot or 0
-            )
-            unadapted(denoiser, place)
+            layers = [pair for pair in pairs if pair.move.target == f"{place}.kernel"]
             # strengths are the adapter's alpha, not in b
-            halves = zip(*(_pair(_Part(file, pair._replace(alpha=pair.rank), 1.0)) for pair in layers), strict=True)
-            a, b = (np.stack(half) for half in halves)
+            parts = [_Part(file, pair._replace(alpha=pair.rank), 1.0) for pair in layers]
+            a, b = _stacked(parts, unadapted(denoiser, place).kernel.shape)
             denoiser = with_adapter(family, denoiser, place, a, b, layers[0].alpha, mesh)
     return denoiser
 
@@ -166,13 +163,10 @@ def _stacked(
     stacked_a = np.zeros((*leading, width, rank), np.float32)
     stacked_b = np.zeros((*leading, rank, out), np.float32)
     for layer, pairs in layers.items():
-        start = 0
-        for a, b in pairs:
-            end = start + a.shape[1]
-            place = () if layer is None else (layer,)
-            stacked_a[(*place, slice(None), slice(start, end))] = a
-            stacked_b[(*place, slice(start, end))] = b
-            start = end
+        place: Any = ... if layer is None else layer
+        a, b = np.concatenate([a for a, _ in pairs], 1), np.concatenate([b for _, b in pairs])
+        stacked_a[place][:, : len(b)] = a
+        stacked_b[place][: len(b)] = b
     return stacked_a, stacked_b
 
 
