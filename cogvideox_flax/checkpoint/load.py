@@ -72,45 +72,35 @@ def load_component(name: str, native_dir: str | Path, dtype: Any = None, mesh: M
         CheckpointError: no such component, or files that do not match their config.
         InputError: float16 for a release that overflows in it; a parameter that does not divide over the mesh.
     """
-    manifest = read_manifest(native_dir, warn=False)
-    with _open(native_dir, name, manifest) as file:
-        module = manifest.abstract(name)
-        _check_shapes(file, module)
-        check_contents(native_dir, manifest, name)
-        manifest.configs[name].check_dtype(dtype_name(dtype or manifest.weights[name]["dtype"]))
-        rows = manifest.model.components[name].sharding
-        arrays = _load_parameters(file, parameters(module), None, rows, dtype, mesh)
-        return jax.tree.unflatten(jax.tree.structure(module), list(arrays.values()))
+    module, arrays = _load(name, native_dir, None, dtype, mesh)
+    return jax.tree.unflatten(jax.tree.structure(module), list(arrays.values()))
 
 
 def load_parameters(
     name: str, native_dir: str | Path, names: Collection[str], dtype: Any = None, mesh: Mesh | None = None
 ) -> dict[str, jax.Array]:
     """Some parameters of a component, as `load_component` loads them; name -> array. Errors as there."""
-    manifest = read_manifest(native_dir, warn=False)
-    with _open(native_dir, name, manifest) as file:
-        leaves = parameters(manifest.abstract(name))
-        check_contents(native_dir, manifest, name)
-        return _load_parameters(file, leaves, names, manifest.model.components[name].sharding, dtype, mesh)
+    return _load(name, native_dir, names, dtype, mesh)[1]
 
 
-def _load_parameters(
-    file: TensorFile,
-    leaves: dict[str, Any],
-    names: Collection[str] | None,
-    rows: sharding.ParameterRows,
-    dtype: Any,
-    mesh: Mesh | None,
-) -> dict[str, jax.Array]:
-    """Load the parameters of these names; None: all."""
-    unchanged = keep_dtype(leaves)
-    arrays = {}
-    for name, leaf in leaves.items():
-        if names is None or name in names:
-            target = file.tensors[name].dtype if dtype is None or name in unchanged else np.dtype(dtype_name(dtype))
-            placement = None if mesh is None else sharding.parameter_sharding(mesh, rows, name, leaf.shape)
-            arrays[name] = _load_parameter(file, name, target, placement)
-    return arrays
+def _load(
+    component: str, native_dir: str | Path, names: Collection[str] | None, dtype: Any, mesh: Mesh | None
+) -> tuple[nnx.Module, dict[str, jax.Array]]:
+    """The abstract module of a component, and its parameters of these names; None: all."""
+    manifest, arrays = read_manifest(native_dir, warn=False), {}
+    with _open(native_dir, component, manifest) as file:
+        module = manifest.abstract(component)
+        _check_shapes(file, module)
+        check_contents(native_dir, manifest, component)
+        manifest.configs[component].check_dtype(dtype_name(dtype or manifest.weights[component]["dtype"]))
+        rows, leaves = manifest.model.components[component].sharding, parameters(module)
+        unchanged = keep_dtype(leaves)
+        for name, leaf in leaves.items():
+            if names is None or name in names:
+                target = file.tensors[name].dtype if dtype is None or name in unchanged else np.dtype(dtype_name(dtype))
+                placement = None if mesh is None else sharding.parameter_sharding(mesh, rows, name, leaf.shape)
+                arrays[name] = _load_parameter(file, name, target, placement)
+    return module, arrays
 
 
 def load_text_encoder(native_dir: str | Path, dtype: Any = None, mesh: Mesh | None = None) -> Any:
