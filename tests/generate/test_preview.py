@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from safetensors.numpy import load_file
 
-from benchmarks.linear_map import fit_linear_map, to_grid
+from benchmarks.latent_preview import fit_linear_map, to_grid
 from cogvideox_flax import GenerationRequest, Pipeline, hub
 from cogvideox_flax.checkpoint import Manifest, load_vae, read_manifest
 from cogvideox_flax.errors import InputError

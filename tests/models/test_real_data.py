@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from benchmarks.linear_map import fit_linear_map
+from benchmarks.latent_preview import fit_linear_map
 from cogvideox_flax.checkpoint import load_vae
 from cogvideox_flax.generate import store
 from cogvideox_flax.io.video import read_video
