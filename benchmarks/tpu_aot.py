@@ -17,8 +17,7 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -114,7 +113,8 @@ def main() -> int:
     args = parser.parse_args()
     start = time.perf_counter()
     columns = ("case", "mesh", "stage", "HBM GiB", "args", "temp", "TFLOP", "collectives", "wire GB", "compile s")
-    with tpu.dumped() if args.stages != ["train"] else _prepared() as dump:
+    tpu.prepare()
+    with nullcontext(Path()) if args.stages == ["train"] else tpu.dumped() as dump:  # no schedule of a step is read
         report = Report(args.json, (*columns, "seconds", *["MFU"] * ("train" in args.stages)), tpu.PACKAGES)
         for name in args.cases or (TRAINING if args.stages == ["train"] else CASES):
             if isinstance(case := cases[name], Training):
@@ -133,13 +133,6 @@ def main() -> int:
                     print(f"  with these products by their schedules: {by_schedule:.3f} s")
     print(f"\n{time.perf_counter() - start:.0f} s in all; seconds are modelled: kernels + other operations + waiting")
     return 0
-
-
-@contextmanager
-def _prepared() -> Iterator[Path]:
-    """In place of `tpu.dumped`, for programs whose schedules are not read."""
-    tpu.prepare()
-    yield Path()
 
 
 def forecast(dump: Path, case: Case, stages: list[str]) -> list[dict[str, Any]]:
