@@ -194,6 +194,7 @@ def find_made(out: Path, wanted: Sequence[tuple[Path, Mapping[str, Any]]]) -> li
         return videos
     stem = FIELD.sub("*", glob.escape(out.stem)) if is_template(out) else f"{glob.escape(out.stem)}-"
     pattern = re.sub(r"\*\*+", "*", f"{stem}*{glob.escape(out.suffix)}") if out.suffix else "*.mp4"
+    pattern = re.sub(r"^\*", "[!.]*", pattern)  # the partial file of a killed process may be whole, and is removed
     others = sorted({*folder_of(out).glob(pattern)} - {path.absolute() for path, _ in filter(None, videos)})
     free: dict[str, list[tuple[Path, dict[str, Any]]]] = {}
     for path in others:

@@ -232,7 +232,7 @@ def _adapter_candidates(name: Path, beside: Path) -> Iterator[Path]:
     if not name.suffix:  # the name of a repository or of a folder
         yield from sorted(Path(HF_HUB_CACHE).glob(f"models--*{glob.escape(name.name)}/snapshots/*/{FILE_NAME}"))
     for folder in folders:
-        yield from sorted(folder.glob("*.safetensors"))
+        yield from sorted(folder.glob("[!.]*.safetensors"))
 
 
 def decoded_recipe(

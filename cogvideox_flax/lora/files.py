@@ -220,7 +220,7 @@ def _file_of_folder(folder: Path) -> Path:
     usual = next((folder / name for name in (FILE_NAME, PEFT_FILE) if (folder / name).is_file()), None)
     if usual is not None:
         return usual
-    found = sorted(folder.glob("*.safetensors"))
+    found = sorted(folder.glob("[!.]*.safetensors"))
     if len(found) > 1:
         names = ", ".join(path.name for path in found[:20])
         raise InputError(f"{folder} has {len(found)} safetensors files ({names}); expected one adapter: name its file")

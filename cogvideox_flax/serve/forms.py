@@ -119,7 +119,7 @@ class Forms:
         return {**values, "scheduler": run.scheduler.kind}
 
     def _adapter_names(self) -> list[str]:
-        return sorted(path.stem for path in self.adapters.glob("*.safetensors"))
+        return sorted(path.stem for path in self.adapters.glob("[!.]*.safetensors"))
 
     def resolve(
         self,

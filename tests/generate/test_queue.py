@@ -16,7 +16,7 @@ import pytest
 from cogvideox_flax.cli.prepare import read_prompts
 from cogvideox_flax.generate import journey
 from cogvideox_flax.generate.page import PAGE, PageRow, write_page
-from cogvideox_flax.generate.queue import fields_of
+from cogvideox_flax.generate.queue import fields_of, find_made
 from cogvideox_flax.io.video import read_metadata, read_video, save_video
 from cogvideox_flax.runtime import compile as compile_module
 from tests.support.commands import PROMPT, QUICK
@@ -171,6 +171,17 @@ def test_a_killed_queue_goes_on(queue, tmp_path, work, cheap_decoder, monkeypatc
     (tmp_path / "out" / names[0]).write_bytes(b"damaged")
     assert queue(*lines)[1] == ["v-0001-a-seed0-2.mp4"]
     assert len(queue(*lines, argv=["--guidance-scale", 3])[1]) == 4
+
+
+@pytest.mark.parametrize("out", ["", "{prompt}-{seed}.mp4"])
+def test_the_file_of_a_process_that_was_killed_before_it_named_it_is_no_video(tmp_path, out):
+    recipe = {"version": "cogvideox-flax 1", "prompt": "a", "seed": 0}
+    save_video(tmp_path / "found-0.mp4", np.zeros((1, 16, 16, 3), np.uint8), 8, recipe)
+    wanted = [(tmp_path / "a-0.mp4", recipe)]
+    ((path, _),) = find_made(tmp_path / out, wanted)
+    assert path == tmp_path / "found-0.mp4"
+    path.rename(tmp_path / ".cogvideox-0123456789abcdef-0.partial.mp4")
+    assert find_made(tmp_path / out, wanted) == [None]
 
 
 def test_a_kill_in_the_middle_of_a_video(queue, tmp_path, work, cheap_decoder, monkeypatch):
