@@ -252,6 +252,7 @@ ema_decay = 0.9
 [optimizer]
 learning_rate = 1e-2
 warmup_steps = 0
+eps = 1e-6
 """
 SAMPLES = """
 [sample]
@@ -270,7 +271,11 @@ def write_training(folder: Path, model: Path, method: str, more: str = "") -> li
 
 @pytest.mark.further
 def test_training_stops_on_all_hosts_and_resumes(layout, tmp_path, monkeypatch):
-    """Clips, settings and the run's directory are on process 0's disk alone. The same as one process computes."""
+    """Clips, settings and the run's directory are on process 0's disk alone. The same as one process computes.
+
+    Two processes add in another order. With a smaller `eps`, a number whose gradient is almost 0 would move by the sign
+    of what rounding leaves of it.
+    """
     first = tmp_path / "host 0"
     command = write_training(first, layout, "full")
     with Hosts(tmp_path, *command) as hosts:
@@ -295,7 +300,7 @@ def test_training_stops_on_all_hosts_and_resumes(layout, tmp_path, monkeypatch):
     ours, theirs = (load_file(first / path / "transformer" / "model.safetensors") for path in (printed, alone))
     assert ours.keys() == theirs.keys()
     for name in ours:
-        np.testing.assert_allclose(ours[name], theirs[name], atol=1e-3, err_msg=name)
+        np.testing.assert_allclose(ours[name], theirs[name], atol=1e-4, err_msg=name)
 
 
 @pytest.mark.further
