@@ -1,4 +1,4 @@
-"""The products of an adapted linear map, and their gradients.
+"""The one product of an adapted linear map, and its gradient.
 
 Adapters are trained in float32. They are rounded to the dtype of x here, where they are multiplied, and their gradients
 are not rounded: a mesh sums them in float32.
@@ -27,7 +27,7 @@ def adapted_product(
     """x @ kernel + (x @ a) @ b as one longer product, [x | x a] @ [kernel; b], and so is the gradient of x.
 
     On a TPU a product sums in float32 and writes its result once. The sum of two products is written to memory in
-    float32 between them, which takes as long as the product. Gradients of a and b are as in `product`.
+    float32 between them, which takes as long as the product. Gradients of a and b are as in `nn.layers.product`.
     """
     return _adapted_forward(x, a, b, kernel)[0]
 

@@ -171,7 +171,7 @@ def in_dtype(loss: Loss, dtype: str) -> Loss:
     """The loss as a function of float32 parameters: its weights are rounded to this dtype.
 
     Those of a component's blocks are rounded in their layers, so that gradients are summed in float32 (`Rounded`);
-    so are adapters (`lora.product`). Frozen arrays are left as they are.
+    so are adapters (`nn.layers.product`). Frozen arrays are left as they are.
     """
 
     def rounded(path: jax.tree_util.KeyPath, x: Array) -> Any:
